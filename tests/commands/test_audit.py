@@ -62,7 +62,7 @@ def test_a_line_that_is_none_is_counted_and_the_others_are_shown(log: Path, caps
     assert main(["audit", "--file", str(log)]) == 0
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == 2
-    assert shown.err == f"skipped 3 unreadable lines of {log}: cut short by a crash, or edited\n"
+    assert shown.err == f"skipped 3 unreadable lines of {log} (cut short by a crash, or edited)\n"
 
 
 def test_nothing_in_the_log_steers_the_terminal(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,5 +107,5 @@ sys.exit(main(["audit", "--file", {str(log)!r}]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     refusal = done.stderr.splitlines()[-1]
-    assert refusal.startswith("jupyter gpu: you may not read the audit log ")
+    assert refusal.startswith("jupyter gpu: cannot read the audit log ")
     assert "root and the user who runs the broker may" in refusal

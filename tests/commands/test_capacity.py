@@ -17,7 +17,7 @@ def test_it_says_what_is_held_and_what_more_is_granted(capsys: pytest.CaptureFix
         assert main(["capacity", "--socket", live.socket]) == 0
         shown = capsys.readouterr().out
         assert "pool default: 1 GPU, 1/4 GPU held, 1.75 GPUs available now" in shown
-        assert "left for saved state" in shown
+        assert "free for saved state" in shown
         assert main(["capacity", "--json", "--socket", live.socket]) == 0
         (pool,) = json.loads(capsys.readouterr().out)["pools"]
         assert (pool["held_milli"], pool["admissible_milli"], pool["total_milli"]) == (250, 1750, 1000)

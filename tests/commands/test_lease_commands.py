@@ -63,9 +63,9 @@ ROWS = {
     "end": Row("ended", answer=DONE),
 }
 ROUTES = {"explain": "story", "renew": "pin"}  # of the others: the command's name
-WHICH, ONE_GPU = "name the leases to", "name one GPU, for example 0, or say --all"
+WHICH, ONE_GPU = "name the leases to", "name one GPU, for example 0, or use --all"
 PIN, TIME = (
-    "is not a valid duration for a pin; allowed: a duration such as 30m or 2h",
+    "is not a valid duration for a pin; use one such as 30m or 2h",
     "duration 'long' is not a duration",
 )
 WRONG = {
@@ -84,12 +84,12 @@ WRONG = {
     "drain 0 --deadline long": TIME,
     **{f"{name} {given}": ONE_GPU for name in ("drain", "undrain") for given in ("", "0 --all", "''", "'' --all")},
     "renew kernel-1 soon": "duration 'soon' is not a duration",
-    "lease": "give the device memory, for example: jupyter gpu lease --memory 9GiB --ttl 10m",
+    "lease": "give the GPU memory with --memory, for example: jupyter gpu lease --memory 9GiB --ttl 10m",
     "lease --memory much": "memory 'much' is not a size",
     "lease --memory 1GiB --ttl long": TIME,
     "lease --memory 1GiB --wait long": TIME,
-    "lease --memory 1GiB --holder self": "--holder is 'self'; allowed: a whole number from 1",
-    "lease --memory 1GiB --json -- true": "--holder and --json are for a claim without a program",
+    "lease --memory 1GiB --holder self": "--holder must be a whole number from 1",
+    "lease --memory 1GiB --json -- true": "--holder and --json cannot be used with a program",
     "evict kernel-1": "all its variables are lost: add --confirm to do it anyway",
 }
 
@@ -151,7 +151,7 @@ def test_without_a_broker_each_command_says_what_its_reader_can_do(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     says = "so no kernels are on a GPU; the first kernel that wants one starts a broker"
     if isinstance(COMMANDS.get(name), DeviceCommand):
-        says = "without one, GPUs neither take kernels nor drain; start one with `jupyter gpu broker`"
+        says = "without one, no GPU can be drained or put back into use; start one with `jupyter gpu broker`"
     if name == "pool":
         says = "only a running broker can show or change its pools; start one with `jupyter gpu broker`"
         assert main(["pool", "default", "price=3"]) == 1
@@ -192,7 +192,7 @@ def test_a_lease_is_found_by_its_id_its_beginning_or_its_kernel(name: str, found
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("3f", r"'3f' matches train.ipynb \(3f2a9c1b\), 3f99aabb; give more"),
+        ("3f", r"'3f' matches train.ipynb \(3f2a9c1b\), 3f99aabb; give a longer part"),
         *((name, rf"there is no lease '{name}'; there are train.ipynb") for name in ("", "nothing", "kernel")),
     ],
 )

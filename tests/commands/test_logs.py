@@ -70,8 +70,8 @@ def test_nothing_in_the_log_controls_the_terminal(log: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--lines", "many"], "--lines is 'many'; allowed: a number of entries"),
-        (["--lines", "-1"], "--lines is '-1'; allowed: a number of entries"),
+        (["--lines", "many"], "--lines must be a number of entries, such as 500, or `all`, not 'many'"),
+        (["--lines", "-1"], "--lines must be a number of entries, such as 500, or `all`, not '-1'"),
         (["--since", "long"], "'long' is not a duration"),
         (["nb.ipynb"], "there is no lease 'nb.ipynb' now"),
     ],

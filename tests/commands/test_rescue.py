@@ -43,5 +43,5 @@ def test_kernels_that_cannot_come_back_without_a_device_are_counted(
     monkeypatch.setattr(rescue, "kernels_of", lambda _socket: [101, 102])
     assert main(["rescue"]) == 1
     said = capsys.readouterr().err
-    assert "no GPU was found: the driver is not installed; the saved state of 2 kernels needs a device" in said
+    assert "no GPU was found: the driver is not installed. The saved state of 2 kernels needs a device" in said
     assert "simulate" not in said.lower(), "simulated devices bring nothing of a real one back"

@@ -98,7 +98,7 @@ def test_work_of_a_process_without_a_lease_is_noticed_or_the_answer_says_that_it
     last = complaint.strip().rpartition("\n")[2]
     saw("said", last if status else found["remarks"])
     if found:  # the device does not count by process
-        assert any("does not say whether they were working" in one for one in found["remarks"])
+        assert any("does not report whether they were working" in one for one in found["remarks"])
     else:
         assert "worked on the device" in last
     assert_nothing_left(lab)

@@ -72,7 +72,7 @@ def test_each_host_has_a_record_that_can_be_replayed(capsys: pytest.CaptureFixtu
     [
         (
             ["--hosts", "2x(8x80GiB)", "--set", "place=use", "--set", "door=fit"],
-            "door and place=use cannot be combined: both give a session its host",
+            "door and place=use cannot be combined: both choose a session's host",
         ),
         (["--set", "place=count"], "place=count needs hosts"),
         (

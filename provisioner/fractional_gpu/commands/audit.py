@@ -34,7 +34,7 @@ examples:
   jupyter gpu audit --json | jq 'select(.acting_for == "ada")'
   jupyter gpu audit --follow            all of them, then each new one (Ctrl-C stops)
 
-For root and the user who runs the broker. docs/audit.md says what is recorded and how long it is kept.
+Only root and the user who runs the broker can read it. docs/audit.md says what is recorded and how long it is kept.
 """
 
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if not entries:
         print(f"{path} has no entries yet", file=sys.stderr)
     if torn:
-        print(f"skipped {plural(torn, 'unreadable line')} of {path}: cut short by a crash, or edited", file=sys.stderr)
+        print(f"skipped {plural(torn, 'unreadable line')} of {path} (cut short by a crash, or edited)", file=sys.stderr)
     return 0
 
 
@@ -82,7 +82,7 @@ def _path(socket: str | None) -> Path:
     try:
         settings = load()
     except ConfigError as error:
-        raise CommandError(f"{error}; fix that, or name the log with --file") from None
+        raise CommandError(f"{error}; fix this, or name the log with --file") from None
     return settings.audit_file or state_folder(where, settings.state_dir) / FILE_NAME
 
 

@@ -87,10 +87,10 @@ def configure(parser: Parser) -> None:
     ending = parser.add_mutually_exclusive_group()
     ending.add_argument("--stop", action="store_true", help="stop the broker on the socket; kernels keep running")
     ending.add_argument(
-        "--restart", action="store_true", help="stop it and start it again in the background with the same options"
+        "--restart", action="store_true", help="restart the broker in the background with the same options"
     )
     parser.flag("--json", "with --stop and --restart: print what was done as one JSON object")
-    parser.argument("--log-level", None, "the lowest level it logs (default: INFO)", choices=LOG_LEVELS, type=str.upper)
+    parser.argument("--log-level", None, "the log level (default: INFO)", choices=LOG_LEVELS, type=str.upper)
 
 
 def _check_ending(options: argparse.Namespace) -> None:
@@ -104,8 +104,8 @@ def _check_ending(options: argparse.Namespace) -> None:
     others = [*_BROKER_OPTIONS, "generate_config", "detach", "service", "stand_by"]
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise UsageError(
-            f"{what} only takes --socket and --json, not {', '.join(given)}: a restarted broker keeps its options; "
-            "to change them, stop it and start it again"
+            f"{what} cannot be combined with {', '.join(given)}: a restarted broker keeps its options. To change them, stop it and "
+            f"start it again"
         )
 
 
@@ -239,7 +239,8 @@ def _render(done: Stopped) -> list[str]:
     elif done.pid is not None:
         counts = "" if done.resident is None else f" ({done.resident} resident, {done.suspended} suspended)"
         lines.append(
-            f"The kernels keep running{counts}. Resident ones work as before. Suspended ones need a broker: any kernel that needs the GPU "
+            f"The kernels keep running{counts}. Resident ones work as before. Suspended ones need a broker: any kernel that needs the "
+            f"GPU "
             "starts one, or start it now with `jupyter gpu broker --detach`."
         )
     return lines
@@ -329,8 +330,8 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
     finally:
         os.close(descriptor)
     raise CommandError(
-        f"process {pid} was killed but is still there: it hangs in a system call, because of the driver or an unresponsive disk; "
-        "the kernel log (`dmesg`) may say which"
+        f"process {pid} was killed but is still running: it hangs in a system call, because of the driver or an unresponsive disk. "
+        f"Check the kernel log (`dmesg`)"
     )
 
 

@@ -1,4 +1,4 @@
-"""`jupyter gpu budget`: shows what is left of users' and groups' budgets, or adds to one."""
+"""`jupyter gpu budget`: shows the remaining budgets of users and groups, or adds to one."""
 
 import argparse
 import time
@@ -17,7 +17,10 @@ from fractional_gpu.reports.columns import budget_names
 if TYPE_CHECKING:
     from rich.text import Text
 
-NO_BUDGETS: Final = f"and only a running broker knows what is left; {RUN_ONE}. c.GPUBroker.budgets in jupyter_gpu_config.py sets budgets"
+NO_BUDGETS: Final = (
+    f"and only a running broker knows the remaining budgets; {RUN_ONE}. Set budgets with c.GPUBroker.budgets in "
+    "jupyter_gpu_config.py"
+)
 
 EPILOG = """\
 examples:
@@ -31,7 +34,7 @@ it. The pool's `over_budget` sets what happens when a budget is used up: no kern
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Show what is left of budgets, or add to one.", EPILOG)
+    parser.describe("Show the remaining budgets, or add to one.", EPILOG)
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--user", metavar="NAME", help="only this user's budgets")
     whose.add_argument("--group", metavar="NAME", help="only this group's budgets")

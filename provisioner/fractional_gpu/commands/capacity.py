@@ -1,4 +1,4 @@
-"""`jupyter gpu capacity`: the broker's forecast of what each pool on this host can still give."""
+"""`jupyter gpu capacity`: shows how much more GPU each pool on this host can grant, as forecast by the broker."""
 
 import argparse
 
@@ -13,7 +13,7 @@ examples:
   jupyter gpu capacity                  for each pool: held and available shares, and how long cells would wait
   jupyter gpu capacity --json           the same as JSON: the fields of GET /v1/capacity
 
-An available share keeps the forecast wait within the pool's wait_bound, for every size that the pool offers. In JSON, shares are in
+A share is available if the forecast wait stays within the pool's wait_bound for every size that the pool offers. In JSON, shares are in
 thousandths of a GPU. The node agents of Slurm and Kubernetes read the same figures.
 """
 
@@ -35,7 +35,7 @@ def described(capacity: Capacity) -> list[str]:
     simulated = " (simulated GPUs)" if capacity.simulated else ""
     lines = [_pool(pool) + simulated for pool in capacity.pools] or ["this broker manages no devices"]
     left, total = format_memory(capacity.host_memory_left_mib), format_memory(capacity.host_memory_total_mib)
-    return [*lines, f"host memory: {left} of {total} left for saved state"]
+    return [*lines, f"host memory: {left} of {total} free for saved state"]
 
 
 def _pool(pool: PoolCapacity) -> str:

@@ -1,4 +1,4 @@
-"""`jupyter gpu lease`: keeps room on a GPU for a program that Jupyter does not start."""
+"""`jupyter gpu lease`: reserves GPU memory for a program that Jupyter does not start."""
 
 import argparse
 import os
@@ -21,15 +21,15 @@ from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.messages import LeaseRequest
 
 _PIDS: Final = range(1, 1 << 22)
-_DESCRIPTION: Final = "Keep room on a GPU for a program that Jupyter does not start, such as a model server."
+_DESCRIPTION: Final = "Reserve GPU memory for a program that Jupyter does not start, such as a model server."
 _EPILOG: Final = """\
 examples:
   jupyter gpu lease --memory 9GiB --ttl 10m          print the claim's id, its GPU and its end
-  jupyter gpu lease --memory 9GiB -- ollama serve    the claim ends with the program, or earlier with its time
+  jupyter gpu lease --memory 9GiB -- ollama serve    the claim ends with the program, or when its time is up
 
-`jupyter gpu renew` moves its end, `jupyter gpu release` is its end. It cannot be suspended. Your programs on its GPU that belong to no
-kernel count for it; start them after it. What they still use at its end counts as other programs' memory.
-The exit status is the program's; without one, 75 if there was no room in time.
+`jupyter gpu renew` changes when a claim ends, and `jupyter gpu release` ends it. A claim cannot be suspended. Your programs on its GPU
+that belong to no kernel count against it; start them after it. Memory that they still use when it ends counts as other programs' memory.
+With a program, the exit status is the program's. Without one, it is 75 if there was no room in time.
 """
 
 
@@ -39,19 +39,21 @@ def configure(parser: Parser) -> None:
     parser.argument("--ttl", "DURATION", "how long it lasts (default: as long as the pool allows)", by=DURATIONS)
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
     parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
-    parser.argument("--holder", "PID", "end the claim when this process of yours ends")
+    parser.argument("--holder", "PID", "the claim ends with this process, which must be yours")
     parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
     parser.argument("--wait", "DURATION", "how long to wait for room (default: no limit)", by=DURATIONS)
     parser.flag("--json", "print the claim as JSON")
-    parser.argument("command", "COMMAND", "a program that has the claim, and its arguments", nargs=argparse.REMAINDER)
+    parser.argument(
+        "command", "COMMAND", "the program to run under the claim, and its arguments", nargs=argparse.REMAINDER
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.memory is None:
-        raise UsageError("give the device memory, for example: jupyter gpu lease --memory 9GiB --ttl 10m")
+        raise UsageError("give the GPU memory with --memory, for example: jupyter gpu lease --memory 9GiB --ttl 10m")
     if command and (options.holder or options.json):
-        raise UsageError("--holder and --json are for a claim without a program; leave them out")
+        raise UsageError("--holder and --json cannot be used with a program; leave them out")
     holder = os.getpid() if command else whole_number("--holder", options.holder, _PIDS) if options.holder else 0
     request = LeaseRequest(
         fraction_milli=0,

@@ -1,4 +1,4 @@
-"""`jupyter gpu kernels`: the kernelspecs that the launcher offers, such as "Python 3 · 1/4 GPU": one for each fraction of each pool."""
+"""`jupyter gpu kernels`: installs, lists and removes kernelspecs such as "Python 3 · 1/4 GPU", one for each fraction of each pool."""
 
 import argparse
 import json
@@ -66,8 +66,8 @@ def configure(parser: Parser) -> None:
     adding.argument("--pool", None, "only this pool (default: every pool; with --fraction: default)", by=POOLS)
     adding.argument("--fraction", "F", "only these fractions, such as 1/4, 0.25 or 250m", by=FRACTIONS, nargs="+")
     adding.argument("--base", None, "the kernelspec to copy (default: python3)", default="python3")
-    adding.argument("--name", None, "another name for the kernelspec (one fraction only)")
-    adding.argument("--display-name", "TEXT", "what the launcher shows (one fraction only)")
+    adding.argument("--name", None, "the kernelspec's name (with one fraction only)")
+    adding.argument("--display-name", "TEXT", "the name in the launcher (with one fraction only)")
     adding.argument("--simulate", "COUNTxMEMORY", "start the kernels' broker with simulated GPUs")
     adding.flag(
         "--launcher",
@@ -135,8 +135,8 @@ def _said_of(spec: InstalledSpec) -> Iterator[str]:
         yield f"note: {spec.obstacle}"
     if spec.shadowed_by is not None:
         yield (
-            f"note: Jupyter does not show it: it finds {spec.shadowed_by}, with the same name, first; remove that one, or give this one "
-            "another --name"
+            f"note: Jupyter does not show it, because it finds {spec.shadowed_by} with the same name first; remove that one, or choose "
+            f"another --name"
         )
 
 

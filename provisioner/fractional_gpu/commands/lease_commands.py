@@ -57,7 +57,7 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
 _DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
-_NO_DEVICES: Final = f"and without one, GPUs neither take kernels nor drain; {RUN_ONE}"
+_NO_DEVICES: Final = f"and without one, no GPU can be drained or put back into use; {RUN_ONE}"
 
 
 def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
@@ -67,7 +67,7 @@ def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     if len(found) == 1:
         return found[0]
     if found:
-        raise CommandError(f"{name!r} matches {_listed(found)}; give more of the id")
+        raise CommandError(f"{name!r} matches {_listed(found)}; give a longer part of the id")
     there_are = f"there are {_listed(leases)}" if leases else "there are none"
     raise CommandError(f"there is no lease {name!r}; {there_are}")
 
@@ -143,7 +143,7 @@ class BulkCommand:
 
     def run(self, options: argparse.Namespace) -> int:
         if bool(options.leases) == bool(options.all):
-            raise UsageError(f"name the leases to {self.verb}, or say --all (`jupyter gpu status` lists them)")
+            raise UsageError(f"name the leases to {self.verb}, or use --all (`jupyter gpu status` lists them)")
         done: list[LeaseStatus] = []
         refused: list[tuple[LeaseStatus, str]] = []
         with running_broker(options.socket) as client:
@@ -200,7 +200,7 @@ class DeviceCommand(Generic[Request]):
         request = self.request(options)
         if (options.device is None) != options.all or options.device == "":
             given = f"{options.device!r} and --all" if options.all else "no GPU"
-            raise UsageError(f"{given} was given; name one GPU, for example 0, or say --all")
+            raise UsageError(f"{given} was given; name one GPU, for example 0, or use --all")
         with running_broker(options.socket, without=_NO_DEVICES) as client:
             names = [one.device_id for one in client.status().devices] if options.all else [options.device]
             devices = [self.call(client, name, request) for name in names]
@@ -239,8 +239,8 @@ def _pin_request(options: argparse.Namespace) -> PinRequest:
     if duration_ms:
         return PinRequest(duration_ms=duration_ms)
     raise UsageError(
-        f"{text[:80]!r} is not a valid duration for a pin; allowed: a duration such as 30m or 2h. `jupyter gpu unpin` ends a pin; "
-        "`%gpu pin always` in the notebook keeps renewing one"
+        f"{text[:80]!r} is not a valid duration for a pin; use one such as 30m or 2h. `jupyter gpu unpin` ends a pin, and `%gpu pin "
+        f"always` in the notebook keeps renewing one"
     )
 
 
@@ -313,7 +313,7 @@ def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     ):
         left = ", ".join(str(process.pid) for lease in leases for process in lease.left) or "none"
         raise CommandError(
-            f"none of your kernels left process {word} behind; left processes: {left} (see `jupyter gpu status`)"
+            f"none of your kernels left process {word} behind; processes left behind: {left} (see `jupyter gpu status`)"
         )
     return find_lease(word, leases)
 
@@ -331,7 +331,7 @@ _Drain = tuple[DrainRequest, int | None]
 
 def _add_drain_arguments(parser: Parser) -> None:
     parser.flag("--evict-busy", "do not wait for running cells")
-    parser.argument("--deadline", "DURATION", "how soon the GPU goes away, for example 2m", by=DURATIONS)
+    parser.argument("--deadline", "DURATION", "the time until the GPU goes away, for example 2m", by=DURATIONS)
     parser.argument("--wait", "DURATION", "wait up to this long until the GPU is empty")
 
 
@@ -426,7 +426,7 @@ You rarely need this: a kernel's next cell brings it back. If there is no room, 
         success=lambda lease: f"on the GPU ({lease.device_name})" if lease.device_name else "on the GPU",
     ),
     "pin": LeaseCommand(
-        description="Keep a kernel on its GPU for a while: neither other kernels nor idling suspend it.",
+        description="Keep a kernel on its GPU for a while, so that it is not suspended when idle or for other kernels.",
         epilog="""\
 examples:
   jupyter gpu pin 3f2a 30m              keep it on its GPU for half an hour
@@ -442,7 +442,7 @@ A pool limits how long a pin may last, and each user's pinned time per day. `jup
         success=_say_pinned,
     ),
     "renew": LeaseCommand(
-        description="Move the end of a claim of `jupyter gpu lease`, within the limits of its pool.",
+        description="Change when a claim of `jupyter gpu lease` ends, within its pool's limits.",
         epilog="""\
 examples:
   jupyter gpu renew 3f2a 10m            it ends ten minutes from now
@@ -588,7 +588,7 @@ examples:
 Processes get SIGTERM, and SIGKILL 5 seconds later. Other kernels' processes are left alone.
 """,
         find=_find_left,
-        doing="ending the leftovers of",
+        doing="ending the processes left behind by",
         call=lambda client, lease_id, _: client.end_left(lease_id),
         success=_say_ended,
     ),

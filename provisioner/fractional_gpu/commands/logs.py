@@ -61,7 +61,8 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
         yield
     except PermissionError as error:
         raise CommandError(
-            f"you may not read {what} {error.filename or path}: only root and the user who runs the broker may; run this as one of them"
+            f"cannot read {what} {error.filename or path}: only root and the user who runs the broker may read it; run this as one of "
+            f"them"
         ) from None
     except OSError as error:
         raise CommandError(f"{what} {path} cannot be read: {error.strerror or error}{advice}") from None
@@ -192,7 +193,7 @@ def _number(text: str) -> int | None:
     if text == _ALL:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UsageError(f"--lines is {text!r}; allowed: a number of entries, such as 500, or `{_ALL}`")
+        raise UsageError(f"--lines must be a number of entries, such as 500, or `{_ALL}`, not {text!r}")
     return int(text)
 
 

@@ -89,7 +89,7 @@ class _Ask:
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Report how much of the GPUs kernels used, and what it costs.", EPILOG)
+    parser.describe("Report how much GPU time kernels used, and what it costs.", EPILOG)
     parser.argument(
         "--by",
         "WHAT,...",
@@ -150,7 +150,7 @@ def _ask(options: argparse.Namespace) -> _Ask:
     by = tuple(part.strip() for part in options.by.split(","))
     if not set(by) <= set(USAGE_BY) or len(set(by)) < len(by):
         raise UsageError(
-            f"--by {options.by[:60]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once, separated by commas"
+            f"--by must list each of {', '.join(USAGE_BY)} at most once, separated by commas, not {options.by[:60]!r}"
         )
     only: dict[str, str | int] = {name: value for name in _ONLY if (value := getattr(options, name)) is not None}
     if empty := [name for name, value in only.items() if not value]:
@@ -194,7 +194,9 @@ def _device(devices: Mapping[str, str], word: str) -> str:
 
 def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
     if options.socket is not None:
-        raise UsageError("--from reads a file, and --socket names a broker; leave one of them out")
+        raise UsageError(
+            "--from and --socket cannot be combined: --from reads a file and asks no broker; leave one of them out"
+        )
     path: Path = options.rows
     try:
         with file_errors("read", path, "; check --from"), say_if_slow(f"reading {path} ..."):
@@ -233,7 +235,7 @@ def as_text(
 ) -> "list[Text]":
     lines = [line(f"GPU use from {period_text(report, zone)}. {scope_text(report)}"), line()]
     if not report.entries:
-        lines.append(line("No use in this period, or none that you may see."))
+        lines.append(line("No GPU use in this period, or none that you may see."))
     else:
         tables = [_drawn(tabulated(report, by), None)]
         if width is not None and max(one.cell_len for one in tables[0]) > width:

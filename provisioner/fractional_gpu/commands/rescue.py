@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
         socket = options.socket or socket_path()
         if pids := kernels_of(socket):
             raise CommandError(
-                f"no GPU was found: {why}; the saved state of {plural(len(pids), 'kernel')} needs a device: get the driver "
-                "working again (`jupyter gpu doctor` helps), leave those processes alone, then run this again"
+                f"no GPU was found: {why}. The saved state of {plural(len(pids), 'kernel')} needs a device. Get the driver working "
+                f"again (`jupyter gpu doctor` helps), do not end those processes, then run this again"
             )
         return Rescue(ledger="", problem="", kernels=[])
 

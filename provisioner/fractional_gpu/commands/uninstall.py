@@ -162,7 +162,7 @@ def check_no_leases(sockets: list[str]) -> None:
         except BrokerUnavailableError as error:
             if claim_holder(socket) is not None:
                 raise CommandError(
-                    f"a broker is running, but does not say whether kernels have leases: {error}"
+                    f"cannot find out from the running broker whether kernels have leases: {error}"
                 ) from None
             named = [f"process {pid}" for pid in kernels_of(socket)]  # they start the broker again when they need it
         if named:

@@ -310,9 +310,9 @@ ROWS: dict[str, list[Row]] = {
         (lambda m: m.nvidia("device", DIVIDED), (WARNING, "MIG 1g.10gb", "MIG instance, which the driver cannot checkpoint")),
         (lambda m: m.process(70, "nvidia-cuda-mps-server").process(60, "nvidia-cuda-mps-control").process(50, "nvidia-smi").nvidia("mps"),
             (WARNING, "(process 60)", "echo quit | nvidia-cuda-mps-control")),
-        (lambda m: m.nodes(256 * GIB, 0, 1), (NOTE, "device 0 is near to memory node 0 of 2, which has 256 GiB"),
+        (lambda m: m.nodes(256 * GIB, 0, 1), (NOTE, "device 0 is attached to NUMA node 0 (of 2), which has 256 GiB"),
             (NOTE, "--preferred=1", "has not been measured")),
-        (lambda m: m.nodes(128 * GIB, 1, 1), (WARNING, "device 0, 1 is near to memory node 1", "less than the 160 GiB of the devices")),
+        (lambda m: m.nodes(128 * GIB, 1, 1), (WARNING, "device 0, 1 is attached to NUMA node 1", "less than the 160 GiB of the devices")),
     ],
     "host-memory": [
         (lambda m: m.memory(2000, 2000, device(0, 1500)), (OK, "devices hold 1.5 GiB"), (OK, "cgroup: ")),
@@ -326,7 +326,7 @@ ROWS: dict[str, list[Row]] = {
         (lambda m: m.huge_pages(**ALWAYS, defrag="always defer madvise [never]"), (NOTE, "-> ", "defrag")),
         *((lambda m, text=text: m.huge_pages(enabled=text, **ASK), (NOTE,
             f"transparent huge pages: {chosen} (defrag madvise, shmem_enabled never)",
-            "page faults are the slow part: without a GPU, one thread filled 1.65 GB/s", "echo always > ", "has not been measured"))
+            "page faults limit its speed: without a GPU, one thread filled 1.65 GB/s", "echo always > ", "has not been measured"))
             for chosen, text in (("madvise", "always [madvise] never"), ("never", "always madvise [never]"))),
     ],
     "swap": [

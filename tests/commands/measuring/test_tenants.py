@@ -57,7 +57,7 @@ def test_what_is_reserved_used_or_not_to_be_had_is_no_spare_room(device: dict[st
     [
         ({}, ""),
         ({"busy": True}, ""),
-        ({"state": "suspended", "device_id": None, "position": 3}, "ada.ipynb waits for a GPU"),
+        ({"state": "suspended", "device_id": None, "position": 3}, "ada.ipynb is waiting for a GPU"),
         ({"pool": "night", "device_id": None, "position": 3}, ""),
     ],
 )

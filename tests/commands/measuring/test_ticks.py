@@ -43,7 +43,7 @@ def test_what_is_no_number_of_units_is_refused(units: int) -> None:
 def test_what_is_no_report_is_refused_with_what_is_allowed(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ticks"
     file.write_bytes(line + b"\n")
-    with pytest.raises(TickError, match="allowed: NANOSECONDS UNITS"):
+    with pytest.raises(TickError, match="expected NANOSECONDS UNITS"):
         read_ticks(file)
 
 

@@ -47,7 +47,7 @@ class DemoKernel:
 def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
     wrong = [f"{kernel.name} lost state" for kernel in kernels if not kernel.state_intact]
     return wrong + [
-        f"{one.name} was suspended {one.lease.suspends} and resumed {plural(one.lease.resumes, 'time')}: this shows nothing"
+        f"{one.name} was suspended {one.lease.suspends} and resumed {plural(one.lease.resumes, 'time')}, so this run proves nothing"
         for one in kernels
         if not one.lease.suspends or not one.lease.resumes
     ]
@@ -198,7 +198,7 @@ def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]
     broker = None if simulate else _set_up_real(sandbox, tell)
     if broker is None:
         simulate = simulate or SIMULATED
-        tell(f"Using a simulated GPU ({simulate}): it moves real bytes, but its speed means nothing.")
+        tell(f"Using a simulated GPU ({simulate}): it moves real bytes, but its timings mean nothing.")
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # for a broker that has to be started again
         broker = sandbox.start_broker(simulate=simulate, device=0)
     return broker

@@ -180,7 +180,7 @@ def examine(where: str, subject: Subject) -> list[Finding]:
             try:
                 findings.extend(check.make(subject))
             except (OSError, RuntimeError) as error:
-                advice = "fix that; if there is no home folder, set HOME to one"
+                advice = "fix this; if you have no home folder, set HOME to another folder"
                 findings.append(problem(check.name, f"the check failed: {error}", advice))
             progress.what = f"{what} {plural(len(findings), 'check')} made"
     return findings
@@ -191,7 +191,7 @@ def _check_kind(name: str) -> Finding:
         with closing(open_monitor(backend_name(name))) as monitor:
             devices = monitor.devices()
     except GPUError as error:
-        return problem("devices", str(error), "fix that: until then, no broker starts")
+        return problem("devices", str(error), "fix this; no broker can start until then")
     listed = ", ".join(f"{device.name} ({format_memory(device.memory_mib)})" for device in devices)
     return ok("devices", f"of kind {name!r}: {listed or 'none'}; checkpointing them was not tried")
 

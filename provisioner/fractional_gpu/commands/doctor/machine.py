@@ -40,20 +40,20 @@ from fractional_gpu.host.process import PROC, owner_uid
 
 SYS: Final = Path("/sys")
 _REASON: Final = (
-    "saving a kernel fills new host memory, where page faults are the slow part: without a GPU, one thread filled 1.65 GB/s of small "
-    "pages, and two filled 8.6 GB/s of huge ones"
+    "saving a kernel fills new host memory, and page faults limit its speed: without a GPU, one thread filled 1.65 GB/s of small "
+    "pages, and two threads filled 8.6 GB/s of huge pages"
 )
-_UNMEASURED: Final = "whether NVIDIA's driver gains from it has not been measured: compare suspends before and after"
+_UNMEASURED: Final = "the effect on NVIDIA's driver has not been measured; compare suspend times before and after"
 _TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
 _CAP_SYS_RESOURCE: Final = 1 << 24
 _LEAST_SWAPPINESS: Final = 1  # swap is used only to avoid killing
 _ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespace
 _OTHER_KILLERS: Final = {
-    "earlyoom": "it respects the same adjustments",
-    "nohang": "it respects the same adjustments",
-    "systemd-oomd": "it kills whole control groups by swap use and pressure, and ignores processes' adjustments",
+    "earlyoom": "it respects oom_score_adj",
+    "nohang": "it respects oom_score_adj",
+    "systemd-oomd": "it kills whole control groups by swap use and pressure, and ignores oom_score_adj",
 }
-_BIGGEST: Final = "a suspended kernel holds its saved state in its memory and is the biggest process"
+_BIGGEST: Final = "a suspended kernel is the biggest process, because its memory holds its saved state"
 
 
 def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, proc: Path = PROC) -> Iterator[Finding]:
@@ -61,7 +61,9 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
         system, here = system_headroom(proc=proc), LimitReader(proc=proc).headroom(os.getpid())
     except (OSError, ValueError) as error:
         yield problem(
-            "host-memory", f"cannot be read: {error}", "suspending needs it: allow access to /proc and cgroups"
+            "host-memory",
+            f"cannot be read: {error}",
+            "it is needed to suspend kernels; allow access to /proc and cgroups",
         )
         return
     total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
@@ -110,7 +112,7 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
     elif rest["defrag"] == "never":
         yield note(
             "huge-pages",
-            f"{found}: new memory is huge only while free huge pages are left, because nothing makes more; {_REASON}",
+            f"{found}: new memory uses huge pages only while free ones are left, because the system makes no more; {_REASON}",
             f"to try it, as root: echo madvise > {folder}/defrag, or defer; {_UNMEASURED}",
         )
     else:
@@ -120,7 +122,7 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
 def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys: Path = SYS) -> Iterator[Finding]:
     nodes = _nodes(sys)
     if len(nodes) < 2:
-        yield ok("numa", "the machine has one memory node, equally near to every device")
+        yield ok("numa", "the machine has one NUMA node, equally near to every device")
         return
     near: dict[int, list[DeviceInfo]] = {}
     for device in devices:
@@ -135,23 +137,23 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
         if node < 0:
             yield note(
                 "numa",
-                f"the machine has {len(nodes)} memory nodes, and does not say which one {named} is near",
-                "`nvidia-smi topo -m` may say; on some machines a firmware setting hides it",
+                f"the machine has {len(nodes)} NUMA nodes, but does not report which one {named} is attached to",
+                "try `nvidia-smi topo -m`; on some machines a firmware setting hides it",
             )
             continue
         held_mib = sum(device.memory_mib for device in there)
-        what = f"{named} is near to memory node {node} of {len(nodes)}, which has {format_memory(nodes[node])}"
+        what = f"{named} is attached to NUMA node {node} (of {len(nodes)}), which has {format_memory(nodes[node])}"
         if held_mib > nodes[node]:
             yield warning(
                 "numa",
-                f"{what}, less than the {format_memory(held_mib)} of the device{'s' if len(there) > 1 else ''}: the rest of the "
-                "saved state goes to another node, across the link between the processors both ways",
+                f"{what}, less than the {format_memory(held_mib)} of the device{'s' if len(there) > 1 else ''}: the rest of the saved "
+                f"state goes to another node and crosses the link between the processors both ways",
                 "add memory to that node, or spread the devices over the nodes; the slowdown has not been measured",
             )
         else:
             yield note(
                 "numa",
-                f"{what}: a kernel on another node's processors saves its state there, across the link between them",
+                f"{what}: a kernel that runs on another node saves its state there, across the link between the processors",
                 f"if you can, start kernels near their device (numactl --cpunodebind={node} --preferred={node}, or CPUAffinity= and "
                 "NUMAPolicy= of a unit); the gain has not been measured",
             )
@@ -212,15 +214,15 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
         )  # in another namespace, the capability does not apply here
         value, uid = adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
     except (OSError, ValueError) as error:
-        yield note("oom", f"cannot read what {whose} may do against the out-of-memory killer: {error}")
+        yield note("oom", f"cannot read whether {whose} can protect kernels from the out-of-memory killer: {error}")
         return
     if may:
-        yield ok("oom", f"{whose} keeps the out-of-memory killer from killing kernels because of their saved state")
+        yield ok("oom", f"{whose} protects suspended kernels from the out-of-memory killer")
         return
     yield note(
         "oom",
-        f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: if memory runs out, {_BIGGEST}, so the killer may "
-        "kill it even if another process filled the memory",
+        f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: if memory runs out, {_BIGGEST}, so the "
+        f"out-of-memory killer may kill it even if another process filled the memory",
         "run the broker as a system service of root (docs/hub.md), or give each user's kernels a separate memory limit and keep "
         "host_memory below the free memory",
     )
@@ -263,7 +265,7 @@ def _other_killers(proc: Path) -> Iterator[Finding]:
         if name in _OTHER_KILLERS:
             yield note(
                 "oom",
-                f"{name} runs (process {pid}) and kills before the system does: {_OTHER_KILLERS[name]}",
+                f"{name} is running (process {pid}) and kills processes before the system does: {_OTHER_KILLERS[name]}",
                 "for systemd-oomd: ManagedOOMPreference=omit for the kernels' units" if name == "systemd-oomd" else "",
             )
 
@@ -403,7 +405,7 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
     if persistent == 0:
         yield warning(
             "persistence",
-            f"device {device.index} is not in persistence mode: after a pause, the first kernel waits seconds for the driver",
+            f"device {device.index} is not in persistence mode: the first kernel after a pause waits seconds for the driver",
             f"as root: nvidia-smi -i {device.index} -pm 1, or enable nvidia-persistenced",
         )
     elif persistent == 1:
@@ -498,7 +500,8 @@ def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[
                 yield warning(
                     "broker",
                     str(error),
-                    "until that ends, your kernels cannot start there: ask an administrator for a broker for all users (docs/operating.md)",
+                    "until that ends, your kernels cannot start there: ask an administrator for a broker for all users "
+                    "(docs/operating.md)",
                 )
 
 
@@ -515,7 +518,7 @@ def findings_of(result: TrialResult, *, kind: str) -> Iterator[Finding]:
     if result.before_mib is None:
         yield warning(
             "process-use",
-            "the driver does not know the process ids used here, so it cannot say how much a kernel uses",
+            "the driver does not know the process ids used here, so it cannot report how much memory a kernel uses",
             "in a container, share the host's process ids (--pid=host), or run the broker on the host",
         )
     elif result.left_mib:
@@ -525,7 +528,7 @@ def findings_of(result: TrialResult, *, kind: str) -> Iterator[Finding]:
             "allow for that much per suspended kernel, and please report it with the driver's version",
         )
     else:
-        yield ok("process-use", f"the driver counted {result.before_mib} MiB for it, and none while it was suspended")
+        yield ok("process-use", f"the driver reported {result.before_mib} MiB for it, and none while it was suspended")
     if result.limit is not None and result.limit.why_not:
         yield note(
             "memory-limits",

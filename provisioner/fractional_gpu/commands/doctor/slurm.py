@@ -45,7 +45,7 @@ def check_slurm(options: argparse.Namespace) -> Iterator[Finding]:
 def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
     mode = config.get("PreemptMode", "")
     for sign, what in (
-        ("suspend", "a job that Slurm suspends keeps its share, so this makes no room"),
+        ("suspend", "a suspended job keeps its share, so this frees nothing"),
         ("requeue", "a preempted job restarts, and its kernels' variables are lost"),
     ):
         if sign in mode.lower().replace("gang", "suspend"):
@@ -97,7 +97,7 @@ def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
         try:
             found = slurm.call("srun", "--job-name=jupyter-gpu-doctor", "--chdir=/", *where, "sh", "-c", test)
         except EngineError as error:
-            yield warning(node, f"it accepts no job now: {error}", f"on that node: test -x {wrapper}")
+            yield warning(node, f"it accepted no job: {error}", f"run this on that node: test -x {wrapper}")
             continue
         if "there" in found.split():
             there.append(node)
@@ -144,7 +144,7 @@ def check_files(slurm: Slurm, files: NodeFiles) -> Iterator[Finding]:
         if not conf.path.exists():
             yield note(conf.path.name, f"{conf.path} is not on this node: if Slurm is configless, check the controller")
         elif changes:
-            said = f"shares need changes: {'; '.join(changes)}"
+            said = f"shares need these changes: {'; '.join(changes)}"
             yield problem(conf.path.name, said, "`jupyter gpu node install` prints them as a diff")
         else:
             yield ok(conf.path.name, "it has everything that shares need")
@@ -174,7 +174,7 @@ def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Fin
         if missing:
             yield problem(
                 "counts",
-                f"{has}, without the types open and closed of {', '.join(missing)}",
+                f"{has}, but not the types open and closed of {', '.join(missing)}",
                 "if slurm.conf has them, restart slurmctld, then each slurmd: `scontrol reconfigure` does not load new GresTypes",
             )
         else:
@@ -234,7 +234,7 @@ def check_unit() -> Iterator[Finding]:
     try:
         done = subprocess.run(call, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = f"cannot ask systemd ({error}): whatever starts the agent must also restart it when it ends"
+        said = f"cannot query systemd ({error}); make sure that whatever starts the agent also restarts it when it ends"
         yield note("unit", said)
         return
     if done.stdout.strip() == "active":

@@ -377,7 +377,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         check_program(one)
     within_ms = parse_argument(parse_duration_ms, options.within)
     if within_ms < _LEAST_MS:
-        raise UsageError(f"--within is {options.within}; allowed: at least a second")
+        raise UsageError(f"--within must be at least 1s, not {options.within}")
     copies = _listed(options.copies, lambda text: whole_number("--copies", text, _COPIES))
     if copies is None and neighbours and options.fractions is None:
         copies = [len(neighbours)]
@@ -428,7 +428,7 @@ def _percentage(option: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value <= 1000:
-        raise UsageError(f"{option} is {text[:20]!r}; allowed: a percentage above 0, such as 5%")
+        raise UsageError(f"{option} must be a percentage above 0, such as 5%, not {text[:20]!r}")
     return value / 100
 
 
@@ -492,7 +492,8 @@ class Measurement:
         samples = [one for each in self.study.samples.values() for one in each]
         if any(one.is_company_unknown for one in samples):
             lines.append(
-                "others were on the device, which does not say whether they were working; if they were, the figures include that"
+                "other programs were on the device, which does not report whether they were working; if they were, the figures include "
+                "that"
             )
         if self.disturbed:
             often = sum(self.disturbed.values())
@@ -546,7 +547,7 @@ class Measurement:
                 return
 
     def _attempt(self, setting: Setting) -> Sample | None:
-        """Run a step and return its sample, or None after telling the study why not."""
+        """Run a step and return its sample. If it fails, record the reason in the study and return None."""
         self._told = ""
         patience_s = 10 + 3 * self._trial_s * setting.tenants
         give_up_s = time.monotonic() + patience_s

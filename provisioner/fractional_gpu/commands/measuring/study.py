@@ -57,7 +57,7 @@ def _parsed(line: bytes) -> Tick:
             return Tick(at_ns, units)
     shown = line[:60].decode("utf-8", "replace")
     raise TickError(
-        f"the program reported {shown!r} as a unit of work; allowed: NANOSECONDS UNITS, a CLOCK_MONOTONIC time and a number"
+        f"the program reported {shown!r} as a unit of work; expected NANOSECONDS UNITS, a CLOCK_MONOTONIC time and a number"
     )
 
 
@@ -245,8 +245,8 @@ def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> l
         if not fitting:
             least = min(offered_milli)
             raise ValueError(
-                f"{number} copies next to the program do not fit on a device: the smallest share on offer is {format_fraction(least)}; "
-                f"allowed: at most {WHOLE_MILLI // least - 1}"
+                f"{number} copies next to the program do not fit on a device: the smallest share on offer is {format_fraction(least)}, "
+                f"so use at most {WHOLE_MILLI // least - 1}"
             )
         found.append(Setting(max(fitting), number + 1))
     return found

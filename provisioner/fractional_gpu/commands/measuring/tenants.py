@@ -140,7 +140,7 @@ class Places:
                     continue
                 elsewhere.append(tenant)  # it keeps its place for now, so that the next one does not get it too
                 if len(elsewhere) >= _MOST_ELSEWHERE:
-                    raise NoSpareRoomError(f"pool {self.pool} gave {_MOST_ELSEWHERE} places on other devices")
+                    raise NoSpareRoomError(f"pool {self.pool} placed {_MOST_ELSEWHERE} programs on other devices")
             for tenant in elsewhere:
                 tenant.end()
             self._patience_s = PATIENCE_S
@@ -233,13 +233,13 @@ def leases_to_suspend(
 
 def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:
     if waiting := next((one for one in status.leases if one.spec.pool == pool and one.position is not None), None):
-        return f"{waiting.spec.label or waiting.lease_id} waits for a GPU of pool {pool}"
+        return f"{waiting.spec.label or waiting.lease_id} is waiting for a GPU of pool {pool}"
     spare_mib = max((_spare_mib(one) for one in _devices(status, pool, device_id)), default=0)
     if spare_mib >= reserve_mib * wanted:
         return ""
     return (
-        f"no device of pool {pool} has {reserve_mib * wanted} MiB unreserved for {wanted} more of these shares; "
-        f"the most is {max(0, spare_mib)} MiB"
+        f"no device of pool {pool} has {reserve_mib * wanted} MiB unreserved for {wanted} more of these shares; at most "
+        f"{max(0, spare_mib)} MiB are"
     )
 
 
@@ -250,7 +250,7 @@ def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, p
             if lease.state != "resident":
                 return f"a tenant was {lease.state}"
         elif lease.spec.pool == pool and lease.position is not None:
-            return f"{lease.spec.label or lease.lease_id} waits for a GPU"
+            return f"{lease.spec.label or lease.lease_id} is waiting for a GPU"
     if not any(one.device_id == device_id and not one.lost for one in status.devices):
         return "the device was lost"
     return ""
@@ -267,7 +267,7 @@ def others_work(
 ) -> str:
     """Return a sentence about who else worked on the device, or an empty string.
 
-    `used_milli` is what others used of the device, or None if it does not count that; a lease then works while its cell runs.
+    `used_milli` is how much of the device others used, or None if it cannot tell; a lease then counts as working while its cell runs.
     `busy_neighbours` counts those leases of all users, and all tenants but one. `bystander` is the lease of the kernel whose cell
     measures: that cell runs all the time and uses nothing.
     """

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
     for name, value in (("--devices", options.devices), ("--promise", options.promise)):
         if value is not None and not 1 <= value <= 64:
-            raise UsageError(f"{name} is {value}; allowed: 1 to 64")
+            raise UsageError(f"{name} must be from 1 to 64, not {value}")
     if not options.folder.is_absolute():
         raise UsageError(f"--folder {options.folder}: Slurm needs an absolute path, such as {FOLDER}")
     node = options.node or socket_module.gethostname().partition(".")[0]

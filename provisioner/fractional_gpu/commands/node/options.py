@@ -36,8 +36,7 @@ def add_node_options(parser: Parser) -> None:
     )
     parser.flag(
         "--no-groups",
-        "use this if Slurm runs without proctrack/cgroup: a job's processes are then only known by their user, so two jobs of "
-        "one user look the same",
+        "use this if Slurm runs without proctrack/cgroup; jobs are then told apart by user only, so two jobs of one user look the same",
     )
     parser.argument(
         "--short-memory",
@@ -73,12 +72,10 @@ def counts_of(words: list[str] | None) -> dict[str, str]:
         pool, separator, count = word.partition("=")
         count = count if separator else COUNT
         if not pool or not pool.isprintable():
-            raise UsageError(
-                f"--pool {word!r} does not name a pool; allowed: POOL or POOL=COUNT, such as default={COUNT}"
-            )
+            raise UsageError(f"--pool {word!r} does not name a pool; use POOL or POOL=COUNT, such as default={COUNT}")
         if not _NAME.fullmatch(count) or count in RESERVED:
             raise UsageError(
-                f"--pool {word!r}: the count's name is {count!r}; allowed: a lower-case letter followed by lower-case letters, "
+                f"--pool {word!r}: {count!r} is not a valid name for a count; use a lower-case letter followed by lower-case letters, "
                 f"digits and `_`, but not {', '.join(RESERVED)}"
             )
         if pool in counts or count in counts.values():

@@ -127,7 +127,8 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
     devices = whole_number("--devices", options.devices, _DEVICES)
     if devices > 1 and options.fraction not in (None, "1", os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")):
         raise UsageError(
-            f"--fraction is {options.fraction} with {devices} devices; several devices are always whole: leave --fraction out"
+            f"--fraction {options.fraction} cannot be combined with --devices {devices}, because several GPUs are always whole; leave "
+            f"--fraction out"
         )
     fraction = "1" if devices > 1 else options.fraction or "1/4"
     # The program's name and its first file's name only: arguments may be secret.
@@ -150,7 +151,7 @@ def parse_wait(text: str | None) -> int | None:
     wait_ms = None if text is None else parse_argument(parse_duration_ms, text)
     if wait_ms is not None and wait_ms > MAX_WAIT_S * 1000:
         longest = format_duration(MAX_WAIT_S * 1000)
-        raise UsageError(f"--wait is {text}; allowed: at most {longest}, or leave it out to wait without a limit")
+        raise UsageError(f"--wait must be at most {longest}, not {text}; leave it out to wait without a limit")
     return wait_ms
 
 

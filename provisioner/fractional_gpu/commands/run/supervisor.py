@@ -37,7 +37,7 @@ HALF_CLOSED_S: Final = 60.0
 """How long a half-closed connection counts. Its client may be waiting for the answer, or gone."""
 
 _Connections = Iterable[tuple[bytes, int]]
-"""What identifies each connection, and its state."""
+"""Each connection's identity and state."""
 
 
 class Ports:
@@ -301,7 +301,7 @@ class _GPURequest:
     def _refuse(self, sentence: str) -> None:
         if sentence != self._refused and not self._over.is_set():
             self._refused = sentence
-            say(f"the command does not get the GPU: {sentence}")
+            say(f"the command did not get the GPU: {sentence}")
 
 
 class Holder:
@@ -347,7 +347,7 @@ class Supervisor:
     def wake(self, *, ending: bool = False) -> None:
         """Resume a suspended command so that it can handle a signal. Returns at once; any thread may call it.
 
-        `ending` means that the signal asks the command to end. A server then keeps its place, because nothing would resume it to clean up.
+        `ending` means that the signal asks the command to end. A server then stays resident, because nothing would resume it to clean up.
         """
         if ending and self._ports is not None:
             self._is_ending = True

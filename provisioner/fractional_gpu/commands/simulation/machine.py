@@ -24,7 +24,7 @@ _DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
 _HOSTS = re.compile(r"\s*(\d{1,4}|\?)x\(([^()]*)\)", re.ASCII)
 _POWER = re.compile(r"(\d{1,4})-(\d{1,4})", re.ASCII)
 _FORM = (
-    "allowed: COUNTx(COUNTxMEMORY) such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)', or '?x(8x80GiB)' with --find-devices; "
+    "use COUNTx(COUNTxMEMORY) such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)', or '?x(8x80GiB)' with --find-devices; "
     f"at most {MOST_DEVICES} GPUs in all"
 )
 
@@ -118,8 +118,8 @@ def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
         shape, count = tuple(_devices("--hosts", match[2])), 1 if match[1] == "?" else int(match[1])
         if len(shape) > most:
             raise UsageError(
-                f"--hosts {text[:60]!r} has {len(shape)} GPUs in a host; allowed: at most {most}; use more hosts with fewer GPUs, or "
-                f"raise the limit with --set gpus_per_host={len(shape)}"
+                f"--hosts {text[:60]!r} has {len(shape)} GPUs in a host, but at most {most} are allowed; use more hosts with fewer "
+                f"GPUs, or raise the limit with --set gpus_per_host={len(shape)}"
             )
         if not 0 < count * len(shape) <= MOST_DEVICES - sum(map(len, shapes)):
             break
@@ -128,7 +128,7 @@ def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
     else:
         if shapes and not parts.endswith(","):
             return shapes
-    raise UsageError(f"--hosts {text[:60]!r} is not allowed; {_FORM}")
+    raise UsageError(f"--hosts {text[:60]!r} is not valid; {_FORM}")
 
 
 def _devices(option: str, text: str) -> list[int]:
@@ -138,7 +138,7 @@ def _devices(option: str, text: str) -> list[int]:
         count = int(match[1]) if match else 0
         if match is None or not 0 < count <= MOST_DEVICES - len(sizes):
             raise UsageError(
-                f"{option} {text[:60]!r} is not allowed; allowed: COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB, at most "
+                f"{option} {text[:60]!r} is not valid; use COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB, at most "
                 f"{MOST_DEVICES} GPUs in all"
             )
         try:
@@ -154,7 +154,7 @@ def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
     match = _POWER.fullmatch(scenario.power.strip())
     idle, peak = (int(match[1]), int(match[2])) if match else (1, 0)
     if idle > peak:
-        raise UsageError(f"power={scenario.power[:40]!r} is not allowed; allowed: IDLE-PEAK in W, such as 75-700")
+        raise UsageError(f"power={scenario.power[:40]!r} is not valid; use IDLE-PEAK in W, such as 75-700")
     settings = machine.settings
     return RunMeter(
         Metering(

@@ -192,11 +192,11 @@ _NEEDS: Final = (
     ("place", ("hosts",)),
 )
 _ONE_RUN = "it applies to one run, but a search makes several; search first"
-_ONE_CLOCK = "it needs all hosts on one clock"
+_ONE_CLOCK = "it needs all hosts in one simulation"
 # Keys that exclude each other, and why.
 _EXCLUDES: Final = (
-    ("devices", "hosts", "the first means one host, the second several"),
-    ("door", "place", "both give a session its host"),
+    ("devices", "hosts", "`devices` describes one host, and `hosts` several"),
+    ("door", "place", "both choose a session's host"),
     *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage", "revoke")),
     *((one, "place", _ONE_CLOCK) for one in ("meter", "usage", "revoke")),
     ("revoke", "baselines", "baselines do not support revocation"),
@@ -216,7 +216,7 @@ def read_scenario(options: argparse.Namespace) -> Scenario:
     for text in options.set:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"--set {text[:60]!r} is not allowed; allowed: KEY=VALUE, such as several_gpus=0")
+            raise UsageError(f"--set {text[:60]!r} is not of the form KEY=VALUE, such as several_gpus=0")
         values[name.strip()] = _toml_value(value.strip())
     flags = {name: getattr(options, name) for name in Scenario.__struct_fields__ if hasattr(options, name)}
     if options.trace is not None:
@@ -256,14 +256,14 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
     _check_made_up(scenario, given)
     for name, (longest, most_ms) in _LONGEST.items():
         if getattr(scenario, name) > most_ms:
-            raise UsageError(f"{_said(name, given)} is not allowed; allowed: at most {longest}")
+            raise UsageError(f"{_said(name, given)} is too long; use at most {longest}")
     if scenario.foresight is not None and not scenario.foresight:
-        raise UsageError(f"{_said('foresight', given)} is not allowed; allowed: a time such as 20s")
+        raise UsageError(f"{_said('foresight', given)} is not valid; use a time above 0, such as 20s")
     for name, allowed in (("door", _DOORS), ("revoke_what", ("devices", "hosts"))):
         if getattr(scenario, name) not in allowed:
-            raise UsageError(f"{_said(name, given)} is not allowed; allowed: {', '.join(allowed)}")
+            raise UsageError(f"{_said(name, given)} is not valid; choose one of: {', '.join(allowed)}")
     if unknown := [name for name in scenario.baselines if name not in BASELINES]:
-        raise UsageError(f"unknown baseline {unknown[0]!r}; allowed: {', '.join(BASELINES)}")
+        raise UsageError(f"unknown baseline {unknown[0]!r}; choose from: {', '.join(BASELINES)}")
     _check_hosts(scenario, given)
 
 
@@ -276,7 +276,10 @@ def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
         if name in given and name in _OF_PUBLISHED and scenario.habit is not Habit.PUBLISHED:
             raise UsageError(f"{_said(name, given)} only applies to the habit published, not to {scenario.habit}")
     if scenario.habit is Habit.TEACHING_LAB and scenario.lunch:
-        raise UsageError(f"{_said('lunch', given)}: the habit {scenario.habit} has no lunch; leave one of them out")
+        raise UsageError(
+            f"{_said('lunch', given)} and the habit {scenario.habit} cannot be combined, because it has no lunch break; "
+            f"leave one of them out"
+        )
 
 
 def _check_hosts(scenario: Scenario, given: Mapping[str, Any]) -> None:

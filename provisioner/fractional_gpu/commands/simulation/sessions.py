@@ -56,7 +56,7 @@ def _groups(text: str) -> list[Group]:
         match = _GROUP.fullmatch(part.strip())
         if match is None or not int(match[2]) or any(group.name == match[1] for group in groups):
             raise UsageError(
-                f"groups={text[:60]!r} is not allowed; allowed: NAME:SIZE or NAME:SIZE@POOL, with each name once and sizes from 1, such as "
+                f"groups={text[:60]!r} is not valid; use NAME:SIZE or NAME:SIZE@POOL, with each name once and sizes from 1, such as "
                 "'physics:3,biology:2,teaching:1@small'"
             )
         groups.append(Group(match[1], int(match[2]), match[3] or ""))

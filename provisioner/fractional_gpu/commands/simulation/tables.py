@@ -66,10 +66,9 @@ def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[
     after = []
     if (lost := figures.get("lost_with_the_hosts")) is not None:
         after.append(
-            "If the hosts' memory is lost too, everything is lost in any order, including what was suspended before: "
-            f"{plural(lost['kernels'], 'kernel')} with "
-            f"{lost['gib']:,.1f} GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours. A snapshot of the hosts would keep "
-            "everything that is not in the table."
+            f"If the hosts' memory is lost too, the order does not matter: {plural(lost['kernels'], 'kernel')} with {lost['gib']:,.1f} "
+            f"GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours are lost, including kernels suspended earlier. A "
+            f"snapshot of the hosts would keep everything that is not in the table."
         )
     return [
         *fitted([before], width),

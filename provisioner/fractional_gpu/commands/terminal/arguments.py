@@ -88,7 +88,7 @@ def whole_number(option: str, text: str, allowed: range) -> int:
     except ValueError:
         number = allowed.stop
     if number not in allowed:
-        raise UsageError(f"{option} is {text!r}; allowed: a whole number from {allowed.start} to {allowed.stop - 1}")
+        raise UsageError(f"{option} must be a whole number from {allowed.start} to {allowed.stop - 1}, not {text!r}")
     return number
 
 

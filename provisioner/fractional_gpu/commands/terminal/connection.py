@@ -69,7 +69,7 @@ def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | Non
 
 
 def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWatch:
-    """Start a watch that says once that the broker is silent and once that it answers again. The caller stops it."""
+    """Start a watch that reports when the broker stops answering and when it answers again. The caller stops it."""
     silent = False
 
     def tell(error: BrokerUnavailableError | None) -> None:

@@ -115,7 +115,7 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
         said = f": it accepts no new kernels, and those on it are suspended{when}"
         lines.append(line("     ", ("draining", Style.ATTENTION), said))
     elif device.over_committed:
-        said = ": kernels hold more than fits; it accepts no new kernels until that changes"
+        said = ": kernels hold more memory than it has; it accepts no new kernels until that changes"
         lines.append(line("     ", ("over-committed", Style.WRONG), said))
     return lines
 
