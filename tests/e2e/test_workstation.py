@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from fractional_gpu.config.service import STATE
 from fractional_gpu.host.files import VARIABLE
 from tests.support.slurm_site import PATH, new_environment
 from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.promise("workstation")
 
-PLACE = "/opt/gpu"
+PLACE = "/opt/jupyter-fractional-gpu"
 PROGRAM = "/usr/local/bin/jupyter-gpu"
 SYSTEMCTL = f"""#!{PLACE}/bin/python
 import os, re, select, shlex, signal, socket, subprocess, sys
@@ -84,7 +85,7 @@ class Workstation:
             (folder / "work" / place).mkdir(parents=True)
         for place in ("opt", "run/systemd/system", "lib"):
             (folder / place).mkdir(parents=True)
-        new_environment(folder / "opt" / "gpu", Path(PLACE), ours=True)
+        new_environment(folder / PLACE[1:], Path(PLACE), ours=True)
         script = [
             *(f"mount -t overlay o -o lowerdir=/{one},upperdir={folder}/{one},workdir={folder}/work/{one} /{one}" for one in places),
             f"mount --bind {folder}/opt /opt",
@@ -145,7 +146,7 @@ class Workstation:
 
     def files(self) -> dict[str, str]:
         """Return what the machine's files are, with modes and owners, without what useradd and groupadd keep."""
-        prune = "-path /opt/gpu -prune -o -path /run/systemctl.log -prune -o -path /run/unit.log -prune -o"
+        prune = f"-path {PLACE} -prune -o -path /run/systemctl.log -prune -o -path /run/unit.log -prune -o"
         find = f"find /etc /usr/local /opt /run /var/lib {prune} -printf '%p %y%m %U:%G %l\\n'"
         sums = "find /etc /usr/local/share/jupyter /usr/local/bin/jupyter-gpu -type f -exec sha256sum {} + 2>/dev/null"
         lines = self.run("root", "sh", "-c", f"{find}; {sums} | sed -E 's/(\\S+)  (.*)/\\2(content) \\1/'").splitlines()
@@ -176,11 +177,12 @@ def machine() -> Iterator[Workstation]:
 
 def test_a_machine_whose_setup_was_killed_at_any_step_is_undone_or_set_up(machine: Workstation) -> None:
     before = machine.files()
-    set_up = [f"{PLACE}/bin/jupyter-gpu", "setup-machine", "--environment", PLACE, "--share", "1/2"]
+    set_up = [f"{PLACE}/bin/jupyter-gpu", "setup-machine", "--share", "1/2"]
     machine.run("root", *set_up)
     complete = {path: what for path, what in machine.files().items() if not path.startswith(("/run/", "/var/lib/"))}
     for step in itertools.count(1):
-        machine.run("root", *set_up[:2], "--undo", "--remove-state")
+        machine.run("root", *set_up[:2], "--undo")
+        machine.run("root", "rm", "-rf", str(STATE))
         assert machine.files() == before
         machine.run("root", "sh", "-c", f"echo setup-machine {step} kill >/run/failpoints")
         if machine.ends("root", f"{VARIABLE}=/run/failpoints", *set_up) == 0:
@@ -194,7 +196,7 @@ def test_a_machine_whose_setup_was_killed_at_any_step_is_undone_or_set_up(machin
 
 def test_two_users_share_a_workstation_and_it_is_undone_without_a_trace(machine: Workstation) -> None:
     before = machine.files()
-    set_up = [f"{PLACE}/bin/jupyter-gpu", "setup-machine", "--environment", PLACE, "--share", "1/4", "--share", "1/2"]
+    set_up = [f"{PLACE}/bin/jupyter-gpu", "setup-machine", "--share", "1/4", "--share", "1/2"]
     set_up += ["--pool", 'default={"user_limits": {"leases": 1}}']
     planned = machine.run("root", *set_up, "--dry-run")
     assert machine.files() == before
@@ -236,7 +238,6 @@ def test_two_users_share_a_workstation_and_it_is_undone_without_a_trace(machine:
     (ours,) = [one for one in findings if one["check"] == "workstation"]
     assert ours["severity"] == "ok", ours
 
-    assert (
-        "the machine is as it was" in machine.run("root", PROGRAM, "setup-machine", "--undo", "--remove-state").lower()
-    )
+    assert f"stay until you remove them: {STATE}" in machine.run("root", PROGRAM, "setup-machine", "--undo")
+    machine.run("root", "rm", "-r", str(STATE))
     assert machine.files() == before
