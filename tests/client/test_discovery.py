@@ -35,6 +35,7 @@ def home(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(short_path / "rt"))
     monkeypatch.delenv("JUPYTER_GPU_SOCKET", raising=False)
     monkeypatch.setattr(discovery, "SYSTEM_SOCKET", str(short_path / "no-system.sock"))
+    monkeypatch.setattr(discovery, "SYSTEM_UNIT", str(short_path / "no-system.service"))
     return short_path
 
 
@@ -166,6 +167,15 @@ def test_a_service_whose_folder_this_user_may_not_enter_is_the_broker(monkeypatc
 
     monkeypatch.setattr(os, "stat", stat)
     assert socket_path() == discovery.SYSTEM_SOCKET
+
+
+def test_a_service_that_has_never_run_is_the_broker_and_no_other_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(discovery.SYSTEM_UNIT).touch()
+    assert socket_path() == discovery.SYSTEM_SOCKET
+    monkeypatch.setattr(discovery, "_is_service", lambda path: path == discovery.SYSTEM_SOCKET)
+    monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
+    with pytest.raises(BrokerUnavailableError, match="sudo systemctl enable --now jupyter-gpu"):
+        ensure_broker()
 
 
 def test_a_path_too_long_for_a_socket_gets_a_short_private_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

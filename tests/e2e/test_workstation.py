@@ -238,6 +238,15 @@ def test_two_users_share_a_workstation_and_it_is_undone_without_a_trace(machine:
     (ours,) = [one for one in findings if one["check"] == "workstation"]
     assert ours["severity"] == "ok", ours
 
+    machine.run("root", "systemctl", "disable", "--now", "jupyter-gpu.service")
+    machine.run("root", "rm", "-r", "/run/jupyter-gpu")
+    findings = json.loads(machine.run("bob", PROGRAM, "doctor", "--no-try", "--json", code=1))["findings"]
+    (ours,) = [one for one in findings if one["check"] == "broker"]
+    start = "sudo systemctl enable --now jupyter-gpu"
+    assert (ours["severity"], start in ours["advice"]) == ("error", True), ours
+    assert start in machine.run("bob", PROGRAM, "run", "--fraction", "1/4", "--", "true", code=1), (
+        "no broker of his own"
+    )
     assert f"stay until you remove them: {STATE}" in machine.run("root", PROGRAM, "setup-machine", "--undo")
     machine.run("root", "rm", "-r", str(STATE))
     assert machine.files() == before

@@ -26,7 +26,7 @@ from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.client.state_folder import is_network, make_own_folder, node_name, state_folder
 from fractional_gpu.host.files import foreign_above, make_private_folder, temporary_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.names import refusal
+from fractional_gpu.protocol.names import SYSTEM_UNIT, refusal
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
@@ -81,11 +81,11 @@ def socket_path() -> str:
 
 
 def _is_system_service_there() -> bool:
-    """Whether the machine has a system service: its socket, or the lock that a stopped one leaves, even if we may not read the folder.
+    """Whether the machine has a system service: its socket, the lock that a stopped one leaves, or its unit, even if we may not look.
 
-    If a user's broker started during the service's restart, it would take the devices, and the service could not start.
+    If a user's broker started before the service or during its restart, it would take the devices, and the service could not start.
     """
-    for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock"):
+    for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock", SYSTEM_UNIT):
         try:
             os.stat(name)  # noqa: PTH116 - without access, `Path.exists` is False or raises, depending on Python's version
         except PermissionError:
@@ -149,7 +149,8 @@ def _check_may_start(path: str) -> None:
     if _is_service(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service that is not running; "
-            "an administrator must start it (systemctl status jupyter-gpu), or remove its folder if none should run any more"
+            "an administrator must start it (sudo systemctl enable --now jupyter-gpu), or remove its unit and folder if none should run "
+            "any more"
         )
     if os.environ.get(IN_WORKLOAD) == "1":
         return

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # messages need msgspec, whose absence we report
 ACTING_FOR = "X-Acting-For"
 MAX_ACTING_FOR = 255  # characters
 CAUSE = "X-Cause"
+SYSTEM_UNIT = "/etc/systemd/system/jupyter-gpu.service"
 
 
 def describe_unprintable(name: str) -> str:

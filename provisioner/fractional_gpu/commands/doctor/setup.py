@@ -110,7 +110,7 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         stopped = f"the system service on {path} is not running: no kernel can start"
         return path, [
             *shared,
-            problem("broker", stopped, "an administrator must start it: systemctl status jupyter-gpu"),
+            problem("broker", stopped, "an administrator must start it: sudo systemctl enable --now jupyter-gpu"),
         ]
     if client is None:
         return path, [

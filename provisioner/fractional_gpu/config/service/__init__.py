@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu import __version__
+from fractional_gpu.protocol.names import SYSTEM_UNIT
 
 PACKAGE: Final = "jupyter-fractional-gpu"
-UNIT: Final = Path("/etc/systemd/system/jupyter-gpu.service")
+UNIT: Final = Path(SYSTEM_UNIT)
 CONFIG: Final = Path("/etc/jupyter/jupyter_gpu_config.py")
 PROGRAM: Final = Path("/usr/local/bin/jupyter-gpu")
 PROFILE: Final = Path("/etc/profile.d/jupyter-gpu.sh")
