@@ -3,7 +3,7 @@
     python tests/benchmarks/cluster_doors.py [--seeds 1,2] [--json]
 
 One day of synthetic users with one GPU each, on four hosts of two or four GPUs of 80 GiB, with about five or ten users for each GPU. The
-last row of each case is a run with `--set place=random`.
+last row of each case is a run with `--set door=random`.
 """
 
 import argparse
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms, run_engine
-from fractional_gpu.simulator.fleet import HostChoice, PlaceRule, run
+from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
 
 CASES = ((40, 2), (80, 2), (80, 4), (160, 4))  # users, GPUs of each host
 HOSTS = 4
 TARGET_MS = WaitTerms().target_ms
-PROCESSES = 2
 
 
 def hosts_with(gpus: int) -> tuple[Host, ...]:
@@ -41,8 +41,8 @@ def runs(hosts: Sequence[Host], trace: Sequence[Session], seed: int) -> dict[str
     return {
         "engine-whole": run_engine(hosts, trace, EngineDoor.WHOLE),
         "engine-shards": run_engine(hosts, trace, EngineDoor.SHARDS),
-        "engine-count": run_engine(hosts, trace, EngineDoor.COUNT, processes=PROCESSES),
-        "random node": run(hosts, trace, HostChoice(rule=PlaceRule.RANDOM, seed=seed, processes=PROCESSES)),
+        "engine-count": run_engine(hosts, trace, EngineDoor.COUNT),
+        "random node": simulate(hosts, trace, door=Door(hosts, trace, DoorRule.RANDOM, seed)),
     }
 
 

@@ -64,6 +64,20 @@ def places(hosts: Sequence[Host], trace: Sequence[Session], door: DoorRule = Doo
     return seen.placed
 
 
+def test_by_chance_each_session_draws_by_itself_and_large_hosts_have_more() -> None:
+    trace = synthetic_sessions(300, 1, 1, BUSY)
+    hosts = [host(1, 81_920), host(3, 81_920)]
+
+    def chosen(sessions: Sequence[Session], seed: int) -> list[int]:
+        door = Door(hosts, trace, DoorRule.RANDOM, seed)
+        return [door.choose(one)[0] for one in sessions]
+
+    first = chosen(trace, 7)
+    assert 0.7 < sum(first) / len(trace) < 0.8
+    assert chosen(trace[5:], 7) == first[5:]
+    assert chosen(trace, 8) != first
+
+
 # -- one host, as before ------------------------------------------------------------------------------------------------
 
 

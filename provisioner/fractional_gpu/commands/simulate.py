@@ -41,7 +41,7 @@ from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import CULL_AFTER_MS, WAITING, run_baseline
 from fractional_gpu.simulator.cluster import run_engine
 from fractional_gpu.simulator.experience import Goal
-from fractional_gpu.simulator.fleet import run as run_hosts
+from fractional_gpu.simulator.hosts import Door
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import RunMeter, write_usage
 from fractional_gpu.simulator.picture import RunDescription, picture
@@ -49,6 +49,7 @@ from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.revocation import Revocation
 from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
+from fractional_gpu.simulator.simulation import run as run_hosts
 from fractional_gpu.simulator.traces import Session, write_sessions
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ examples:
   jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
   jupyter gpu simulate --trace sessions.csv cells.csv --policy jupyter_gpu_config.py --json
   jupyter gpu simulate --scenario week.toml --set groups=physics:2,teaching:1@small --policy prices.py
-  jupyter gpu simulate --users 10000 --hosts '100x(8x80GiB)' --set several_gpus=0 --set place=use --set foresight=20s
+  jupyter gpu simulate --users 10000 --hosts '100x(8x80GiB)' --set several_gpus=0 --set foresight=20s
   jupyter gpu simulate --from-ledger --devices 8x80GiB --find-devices --baseline static-fraction
   jupyter gpu simulate --users 20 --set record=run.log && jupyter gpu simulate --set replay=run.log
 
@@ -178,12 +179,12 @@ def _baseline(
                 name,
                 found,
                 trace,
-                way=machine.way,
+                rule=machine.rule,
+                seed=scenario.seed,
                 mps_fill_percent=scenario.mps_fill,
                 goal=goal,
                 record=record,
                 progress=progress.counter("sessions"),
-                placing=progress.counter("sessions placed"),
             )
 
     began = time.perf_counter()
@@ -225,7 +226,6 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
                 trace,
                 machine.engine,
                 terms=machine.terms,
-                processes=machine.way.processes,
                 record=record,
                 progress=progress.counter("sessions"),
                 placing=progress.counter("jobs of the engine"),
@@ -234,11 +234,10 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
             result = run_hosts(
                 hosts,
                 trace,
-                machine.way,
+                Door(hosts, trace, machine.rule, machine.scenario.seed),
                 record=record,
                 goal=goal,
                 progress=progress.counter("sessions"),
-                placing=progress.counter("sessions placed"),
                 meter=meter,
                 revocation=revocation,
             )

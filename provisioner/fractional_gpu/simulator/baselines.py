@@ -13,12 +13,11 @@ from pathlib import Path
 from fractional_gpu.core.model import LeaseSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.experience import Goal
-from fractional_gpu.simulator.fleet import BY_THE_DOOR, HostChoice, run
-from fractional_gpu.simulator.hosts import Leases, Machine, Moments, hosts_of
+from fractional_gpu.simulator.hosts import Door, DoorRule, Leases, Machine, Moments, hosts_of
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.record import EventLog, recording
 from fractional_gpu.simulator.result import Result, begin_result
-from fractional_gpu.simulator.simulation import Progress
+from fractional_gpu.simulator.simulation import Progress, run
 from fractional_gpu.simulator.traces import Cell, Session
 
 BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-suspend", "time-slice")
@@ -33,24 +32,25 @@ def run_baseline(
     machine: Machine,
     trace: Sequence[Session],
     *,
-    way: HostChoice = BY_THE_DOOR,
+    rule: DoorRule = DoorRule.FIT,
+    seed: int = 1,
     mps_fill_percent: int = MPS_FILL_PERCENT,
     goal: Goal | None = None,
     record: Path | None = None,
     progress: Progress | None = None,
-    placing: Progress | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine; `way` is for baselines with the arbiter, `record` is a file.
+    """Run one of `BASELINES` on a machine; `rule` and `seed` are for baselines with the arbiter, `record` is a file.
 
-    `progress` gets the number of ended sessions and the total; `placing` the number placed, if placed beforehand. A run that can no longer
-    meet the goal stops. Raises SimulationError for an unknown name or a session that cannot be served.
+    `progress` gets the number of ended sessions and the total. A run that can no longer meet the goal stops. Raises SimulationError for an
+    unknown name or a session that cannot be served.
     """
     if name not in BASELINES:
         raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
     hosts = hosts_of(machine)
     if name == "whole-gpu-suspend":
         whole = tuple(_whole_devices(host) for host in hosts)
-        return run(whole, trace, way, name=name, record=record, goal=goal, progress=progress, placing=placing)
+        door = Door(whole, trace, rule, seed)
+        return run(whole, trace, door, name=name, record=record, goal=goal, progress=progress)
     facts = _Rules(
         fill_percent=mps_fill_percent if name == "mps-pack" else 100,
         clients=MPS_CLIENTS if name == "mps-pack" else None,

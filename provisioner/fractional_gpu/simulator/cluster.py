@@ -6,7 +6,7 @@ ended on the node teach it the user's habits.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -26,11 +26,10 @@ from fractional_gpu.core.seat_packing import (
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.experience import Spread
-from fractional_gpu.simulator.fleet import simulate_apart
-from fractional_gpu.simulator.hosts import Leases, Moments
+from fractional_gpu.simulator.hosts import Door, Leases, Moments
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.simulation import Progress
+from fractional_gpu.simulator.simulation import Progress, run
 from fractional_gpu.simulator.traces import Session
 
 WAIT_TARGET_MS = 30_000
@@ -229,6 +228,17 @@ def _milli(lease: LeaseSpec) -> int:
     return lease.fraction_milli * lease.devices
 
 
+class AssignedHosts(Door):
+    """Gives each session the host that was chosen beforehand."""
+
+    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], chosen: Sequence[int]) -> None:
+        super().__init__(hosts, trace)
+        self._chosen = {session.session_id: host for session, host in zip(trace, chosen, strict=True)}
+
+    def _choose(self, session: Session, able: Mapping[int, LeaseSpec]) -> int:  # noqa: ARG002 - the choice is made
+        return self._chosen[session.session_id]
+
+
 class EngineDoor(StrEnum):
     WHOLE = "engine-whole"  # its GPUs without a job
     SHARDS = "engine-shards"  # what jobs leave of each GPU: a job's share stays on one GPU
@@ -244,16 +254,14 @@ def run_engine(
     door: EngineDoor,
     *,
     terms: WaitTerms | None = None,
-    processes: int = 1,
     record: Path | None = None,
     progress: Progress | None = None,
     placing: Progress | None = None,
 ) -> Result:
     """Run the trace behind the engine; the result's `doors` are the waits in its queue.
 
-    `terms`: the pool's, for the counts. `processes`: how many hosts run at a time. `record` is a file; with counts, each host has one next
-    to it. `progress` gets the number of ended sessions and the total; `placing` the number that the engine saw end. Raises SimulationError
-    for a session that no host can serve, or that no count ever admits.
+    `terms`: the pool's, for the counts. `record` is a file. `progress` gets the number of ended sessions and the total; `placing` the
+    number that the engine saw end. Raises SimulationError for a session that no host can serve, or that no count ever admits.
     """
     if door in _BASELINES:
         result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)
@@ -267,9 +275,9 @@ def run_engine(
                 f"session {session.session_id!r} never begins: no node's count is ever enough for what it asks for; simulate larger "
                 "hosts, a wider wait_bound (--policy), or leave such sessions out"
             )
-    run = [later(session, waited) for session, waited in zip(trace, queue.waited_ms, strict=True)]
-    result = simulate_apart(
-        hosts, run, queue.hosts, name=door.value, processes=processes, record=record, progress=progress
+    begun = [later(session, waited) for session, waited in zip(trace, queue.waited_ms, strict=True)]
+    result = run(
+        hosts, begun, AssignedHosts(hosts, begun, queue.hosts), name=door.value, record=record, progress=progress
     )
     result.doors = Spread.of(queue.waited_ms)
     return result

@@ -6,7 +6,6 @@ bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from fractional_gpu.simulator.traces import Session
 
@@ -146,20 +145,8 @@ class UserExperience:
                 self.hopeless = allowance.sentence
 
     def ended(self, user: str, late_ms: int, alone_ms: int) -> None:
-        self._is_late(user, late_ms, stretch_milli(late_ms, alone_ms))
-
-    def add(self, other: "UserExperience", host: int) -> None:
-        for wait_ms in chain(*other.waits_ms.values()):
-            self.waited(wait_ms, host=host)
-        for wait_ms in other.doors_ms:
-            self.entered(wait_ms)
-        for user, late in other.late_ms.items():
-            for late_ms, stretch in zip(late, other.stretch_milli[user], strict=True):
-                self._is_late(user, late_ms, stretch)
-
-    def _is_late(self, user: str, late_ms: int, stretch: int) -> None:
         self.late_ms.setdefault(user, []).append(late_ms)
-        self.stretch_milli.setdefault(user, []).append(stretch)
+        self.stretch_milli.setdefault(user, []).append(stretch_milli(late_ms, alone_ms))
         allowance = self._late.get(user)
         if allowance is not None and allowance.spent(late_ms):
             del self._late[user]

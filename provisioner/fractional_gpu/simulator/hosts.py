@@ -1,10 +1,11 @@
-"""Several hosts under one clock, and the door that gives each session its host (`fleet` places sessions beforehand).
+"""Several hosts under one clock, and the door that gives each session its host.
 
 docs/simulator.md describes the door's rules. The door knows what open sessions' leases may use on each host (a host's room is what its
 devices offer in the session's pool, less this), but not what kernels hold now or how busy devices are.
 """
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -54,10 +55,6 @@ class Leases:
     def on(self, host: int, session: Session) -> LeaseSpec | None:
         return self._asked[session.session_id][self._kinds[host]]
 
-    def able(self, session: Session) -> list[int]:
-        asked = self._asked[session.session_id]
-        return [host for host, kind in enumerate(self._kinds) if asked[kind] is not None]
-
     def size(self, session: Session) -> tuple[tuple[int, int] | None, ...]:
         asked = self._asked[session.session_id]
         return tuple((lease.reserve_mib, lease.devices) if lease is not None else None for lease in asked)
@@ -80,11 +77,17 @@ def _asked(kinds: Sequence[Host], session: Session) -> list[LeaseSpec | None]:
 class DoorRule(StrEnum):
     FIT = "fit"
     MOST_FREE = "most-free"
+    RANDOM = "random"
 
 
 class Door:
-    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule = DoorRule.FIT) -> None:
-        self._rule = rule
+    """`seed` is for the rule `RANDOM`, by which hosts with more devices get more sessions."""
+
+    def __init__(
+        self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule = DoorRule.FIT, seed: int = 1
+    ) -> None:
+        self.rule, self._seed = rule, seed
+        self._sizes = [len(host.devices) for host in hosts]
         self._leases = Leases(hosts, trace)
         self._room_mib = [{pool.name: sum(host.leasable_in(pool)) for pool in host.pools} for host in hosts]
         self._singles, self._several = (
@@ -93,14 +96,18 @@ class Door:
         )  # open sessions with one GPU, and with several
 
     def choose(self, session: Session) -> tuple[int, LeaseSpec]:
-        able = [
-            (self._rank(host, lease), host, lease)
-            for host in range(len(self._room_mib))
-            if (lease := self._leases.on(host, session)) is not None
-        ]
-        _, host, lease = min(able, key=lambda one: one[:2])
-        self._count(host, lease, 1)
-        return host, lease
+        able = {
+            host: lease for host in range(len(self._room_mib)) if (lease := self._leases.on(host, session)) is not None
+        }
+        host = self._choose(session, able)
+        self._count(host, able[host], 1)
+        return host, able[host]
+
+    def _choose(self, session: Session, able: Mapping[int, LeaseSpec]) -> int:
+        if self.rule is DoorRule.RANDOM:  # each session has its own random numbers
+            rng = random.Random(f"{self._seed}/place/{session.session_id}")  # noqa: S311 - a workload, not a secret
+            return rng.choices(list(able), weights=[self._sizes[host] for host in able])[0]
+        return min(able, key=lambda host: (self._rank(host, able[host]), host))
 
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
         """Return a host's rank for a lease; the lowest is chosen.
@@ -109,7 +116,7 @@ class Door:
         but a whole host of kernels with one GPU.
         """
         room_mib = self._room_mib[host][lease.pool]
-        if self._rule is DoorRule.MOST_FREE:
+        if self.rule is DoorRule.MOST_FREE:
             return (-room_mib,)
         if lease.reserve_mib * lease.devices <= room_mib:
             return 0, room_mib

@@ -1,6 +1,5 @@
 """The machine of `jupyter gpu simulate`: one or more hosts, a meter of their use, and the devices that go away."""
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -11,7 +10,6 @@ from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms
-from fractional_gpu.simulator.fleet import HostChoice
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
@@ -45,11 +43,7 @@ class MachineOptions:
         if scenario.hosts is not None:
             self.shapes = _hosts(scenario.hosts, scenario.gpus_per_host)
         self.engine = EngineDoor(scenario.door) if scenario.has_engine else None
-        if scenario.place is None and self.engine is None:
-            self.way = HostChoice(rule=DoorRule(scenario.door))
-        else:  # with an engine, this says how its hosts run
-            processes = scenario.processes or len(os.sched_getaffinity(0))
-            self.way = HostChoice(rule=scenario.place or DoorRule.FIT, seed=scenario.seed, processes=processes)
+        self.rule = DoorRule(scenario.door) if self.engine is None else DoorRule.FIT
 
     @property
     def terms(self) -> WaitTerms:
@@ -169,7 +163,7 @@ def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
 
 def check_pools(scenario: Scenario, trace: list[Session]) -> None:
     pool = next((session.pool for session in trace if session.pool), None)
-    for name in ("baselines", "find_devices", "place"):
+    for name in ("baselines", "find_devices"):
         if pool is not None and getattr(scenario, name):
             raise UsageError(
                 f"{name} only supports the default pool, but sessions also run in pool {pool!r}; leave one of them out"

@@ -19,7 +19,6 @@ from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT
 from fractional_gpu.simulator.cluster import EngineDoor
-from fractional_gpu.simulator.fleet import PlaceRule
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
 from fractional_gpu.simulator.revocation import PUBLISHED
@@ -89,8 +88,6 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     hosts: Annotated[str | None, _help("several hosts: '4x(8x80GiB),2x(4x40GiB)'; to search '?x(8x80GiB)'")] = None
     gpus_per_host: Annotated[Count, _help("the most GPUs in one host of `hosts`")] = MOST_IN_A_HOST
     door: Annotated[str, _help("how a session gets a host when it opens: " + ", ".join(_DOORS))] = DoorRule.FIT.value
-    place: Annotated[PlaceRule | None, _help("assign hosts to sessions in advance, by: " + ", ".join(PlaceRule))] = None
-    processes: Annotated[Count | None, _help("hosts to simulate in parallel, with `place` or an engine's door")] = None
     policy: Annotated[str | None, _help("a broker's configuration file")] = None
     host_memory: Annotated[
         Size | None, _help("each host's memory for suspended state (default: the policy's, or 1TiB)")
@@ -160,7 +157,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
         if self.find_devices and not any(goal in values for goal in _GOALS):
             values["p95_wait"] = USUAL_P95_WAIT
-        unused = {*_OUTPUTS, "door" if self.place is not None else "", "devices" if self.hosts is not None else ""}
+        unused = {*_OUTPUTS, "devices" if self.hosts is not None else ""}
         unused |= {name for name, needed in _NEEDS if not any(values.get(one) for one in needed)}
         unused |= set(_MADE_UP) if self.users is None else set()
         unused |= set(_OF_PUBLISHED) if self.habit is not Habit.PUBLISHED else set()
@@ -170,7 +167,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 _OUTPUTS: Final = frozenset(
-    ["write_trace", "record", "replay", "processes", "meter", "usage", "power", "power_noise", "measured_use"]
+    ["write_trace", "record", "replay", "meter", "usage", "power", "power_noise", "measured_use"]
 )
 _OF_PUBLISHED: Final = ("pace", "memory_of", "several_gpus", "joint_starts")
 _MADE_UP: Final = (
@@ -189,16 +186,12 @@ _NEEDS: Final = (
     ("cells", ("sessions",)),
     ("false_signs", ("foresight",)),
     ("weekend_users", ("weekends",)),
-    ("place", ("hosts",)),
 )
 _ONE_RUN = "it applies to one run, but a search makes several; search first"
-_ONE_CLOCK = "it needs all hosts in one simulation"
 # Keys that exclude each other, and why.
 _EXCLUDES: Final = (
     ("devices", "hosts", "`devices` describes one host, and `hosts` several"),
-    ("door", "place", "both choose a session's host"),
     *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage", "revoke")),
-    *((one, "place", _ONE_CLOCK) for one in ("meter", "usage", "revoke")),
     ("revoke", "baselines", "baselines do not support revocation"),
     *(("replay", name, "a replay runs no sessions") for name in Scenario.__struct_fields__ if name != "replay"),
 )
@@ -293,8 +286,6 @@ def _check_hosts(scenario: Scenario, given: Mapping[str, Any]) -> None:
                 raise UsageError(
                     f"{_said('door', given)} and {name} cannot be combined: jobs wait in the engine's queue"
                 )
-    elif scenario.processes is not None and scenario.place is None:
-        raise UsageError(f"{_said('processes', given)} needs place, which lets each host run separately")
     if scenario.hosts is not None and scenario.hosts.strip().startswith("?") != scenario.find_devices:
         instead = (
             "use '?x(8x80GiB)'"

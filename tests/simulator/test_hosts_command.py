@@ -1,4 +1,4 @@
-"""`jupyter gpu simulate --place` from the outside, and the page of a run."""
+"""`jupyter gpu simulate` on several hosts, its progress, and the page of a run."""
 
 import json
 import re
@@ -22,20 +22,8 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return {**figures, "wall_s": 0}
 
 
-@pytest.mark.parametrize(("rule", "processes"), [("random", ()), ("use", ("--set", "processes=2"))])
-def test_the_number_of_processes_changes_no_figure(
-    rule: str, processes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    rules = ("--set", f"place={rule}", "--set", "foresight=20s")
-    arguments = ("--users", "12", "--hosts", "2x(1x80GiB)", *rules, *MANY_SWAPS)
-    one = simulated(capsys, *arguments, "--set", "processes=1")
-    assert one == simulated(capsys, *arguments, *processes)
-    assert (one["hosts"], one["devices"], one["sessions"], one["lost"]) == (2, 2, 48, 0)
-    assert one["resumes"]
-
-
-def test_baselines_and_the_search_for_hosts_work_with_placed_sessions(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--users", "8", "--set", "place=count", "--set", "processes=1", "--set", "several_gpus=0")
+def test_baselines_and_the_search_for_hosts_work_on_random_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--users", "8", "--set", "door=random", "--set", "several_gpus=0")
     baselines = ("--baseline", "whole-gpu-suspend", "--baseline", "static-fraction")
     both = simulated(capsys, *arguments, "--hosts", "3x(2x80GiB)", *baselines)
     shown = both["baselines"]
@@ -55,48 +43,8 @@ def test_baselines_and_the_search_for_hosts_work_with_placed_sessions(capsys: py
     assert fewer["p95"] > 1
 
 
-def test_each_host_has_a_record_that_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    log = tmp_path / "run.log.gz"
-    arguments = ("--users", "6", "--hosts", "2x(1x80GiB)", "--set", "place=use", *MANY_SWAPS)
-    simulated(capsys, *arguments, "--set", f"record={log}", "--baseline", "whole-gpu-suspend")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    ways = ("run.log.gz", "whole-gpu-suspend.run.log.gz")
-    assert names == [f"host-{number}.{way}" for number in range(2) for way in ways]
-    for name in names:
-        assert main(["simulate", "--set", f"replay={tmp_path / name}"]) == 0
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--hosts", "2x(8x80GiB)", "--set", "place=use", "--set", "door=fit"],
-            "door and place=use cannot be combined: both choose a session's host",
-        ),
-        (["--set", "place=count"], "place=count needs hosts"),
-        (
-            ["--hosts", "2x(8x80GiB)", "--set", "processes=2"],
-            "processes=2 needs place, which lets each host run separately",
-        ),
-        (["--set", "processes=2", "--set", "door=most-free"], "processes=2 needs place"),
-        (
-            ["--hosts", "?x(8x80GiB)", "--find-devices", "--set", "place=use", "--set", "record=x"],
-            "record and find_devices=true cannot be combined",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_one_clear_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", "--users", "2", *arguments]) == 2
-    complaint = capsys.readouterr().err
-    assert message in complaint
-    assert complaint.count("\n") == 1
-
-
 def test_a_session_that_no_host_can_serve_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--users", "20", "--hosts", "2x(2x80GiB)", "--set", "place=random"]) == 1
+    assert main(["simulate", "--users", "20", "--hosts", "2x(2x80GiB)", "--set", "door=random"]) == 1
     assert "of synthetic users, with --set several_gpus=0" in capsys.readouterr().err
 
 
@@ -111,25 +59,17 @@ def test_the_help_has_every_key_with_its_default(capsys: pytest.CaptureFixture[s
 # -- how far it is -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--set", "place=use", "--set", "processes=1"),
-        ("--set", "place=use", "--set", "processes=2"),
-        ("--baseline", "static-fraction", "--baseline", "whole-gpu-suspend", "--baseline", "reservation"),
-    ],
-)
 def test_all_that_may_take_long_says_how_far_it_is(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    arguments = ("--baseline", "static-fraction", "--baseline", "whole-gpu-suspend", "--baseline", "reservation")
     monkeypatch.setattr(progress_module, "_QUIET_S", 0.0)
     machine = ("--hosts", "2x(2x80GiB)", "--set", "several_gpus=0")
     assert main(["simulate", "--users", "3", "--json", *machine, *arguments]) == 0
     said = capsys.readouterr().err
-    ways = ["", *(f"{name}, " for name in arguments[1::2] if arguments[0] == "--baseline")]
+    ways = ["", *(f"{name}, " for name in arguments[1::2])]
     assert all(re.search(rf"(?m)^{way}4 devices: 6 of 6 sessions after \d+ s$", said) for way in ways)
     assert re.search(r"(?m)^synthetic users: 3 of 3 user-days made up after \d+ s$", said)
-    assert ("4 devices: 6 of 6 sessions placed after" in said) is ("place=use" in arguments)
 
 
 # -- the page ------------------------------------------------------------------------------------------------------------------
@@ -144,26 +84,15 @@ def page_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
 def test_the_page_has_every_option_that_made_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     policy = tmp_path / "pool's <config>.py"
     policy.write_text('c.GPUBroker.pools = {"default": {"fractions": ["1/8", "1"]}}  # 1 < 2\n')
-    arguments = (
-        "--users",
-        "4",
-        "--hosts",
-        "2x(2x80GiB)",
-        "--set",
-        "place=count",
-        "--set",
-        "processes=1",
-        "--seed",
-        "7",
-    )
+    arguments = ("--users", "4", "--hosts", "2x(2x80GiB)", "--set", "door=most-free", "--seed", "7")
     page = page_of(
         capsys, tmp_path, *arguments, "--set", "slowdown=false", "--set", "several_gpus=0", "--policy", str(policy)
     )
     command = unescape(page.split("<pre>")[1].split("</pre>")[0])
-    for word in ("users=4", "hosts=2x(2x80GiB)", "place=count", "seed=7", "days=1", "swap_fixed=300ms"):
+    for word in ("users=4", "hosts=2x(2x80GiB)", "door=most-free", "seed=7", "days=1", "swap_fixed=300ms"):
         assert word in shlex.split(command)
     assert "slowdown=false" in shlex.split(command)
-    assert not [word for word in ("json", "picture", "processes", "weekends", "None") if word in command]
+    assert not [word for word in ("json", "picture", "weekends", "None") if word in command]
     assert f"jupyter-fractional-gpu {__version__}" in page
     assert "# 1 &lt; 2" in page
     assert "<config>" not in page
