@@ -27,7 +27,6 @@ _MODEL = {
 _ON_CPU = {**_MODEL, "name": "embed:latest", "size_vram": 0}
 _UNLOAD = {"model": "llama3:latest", "keep_alive": 0}
 _FREE = {"unload_models": True, "free_memory": True}
-_RUNNING = {"model": "qwen", "state": "ready", "ttl": 0}
 _UNLOADED = {
     "model": "llama3:latest",
     "created_at": "2026-09-12T03:54:03Z",
@@ -43,7 +42,6 @@ _FIRST = {
     "garbage": bytes(range(256)) * 16,
 }
 _TEXTS = {
-    "negative": b'{"models": [{"name": "a", "size_vram": -1}]}',
     "nonsense": b'{"models": 3}',
     "deep": b'{"a": ' + b"[" * 60_000,
 }
@@ -75,7 +73,6 @@ class StubServer:
             ("ollama", "GET", "/api/ps"): lambda: {"models": [_MODEL, _ON_CPU] if self.loaded else [_ON_CPU]},
             ("ollama", "POST", "/api/generate"): lambda: self._load(sent != _UNLOAD, _UNLOADED),
             ("comfyui", "POST", "/free"): lambda: self._load(sent != _FREE, None),
-            ("llama-swap", "GET", "/running"): lambda: {"running": [_RUNNING] if self.loaded else []},
             ("llama-swap", "POST", "/api/models/unload"): lambda: self._load(False, {"msg": "ok"}),
             ("vllm", "GET", "/is_sleeping"): lambda: {"is_sleeping": not self.loaded},
             ("vllm", "POST", "/sleep?level=1&mode=wait"): lambda: self._load(False, None),

@@ -35,7 +35,7 @@ SERVERS: Final[Mapping[str, ModelServer]] = {
         loses="its models and cached results: the next workflow loads and computes them again"),
     # internal/server/server.go; `GET /unload` is the older form. Models stop at once.
     "llama-swap": ModelServer(
-        title="llama-swap", port=8080, loaded="/running", path="/api/models/unload",
+        title="llama-swap", port=8080, path="/api/models/unload",
         loses="running requests, and the loaded models: the next request loads them again", commands=("llama-server",)),
     # vllm/entrypoints/serve/sleep/api_router.py. Without `mode=wait`, running requests are aborted.
     "vllm": ModelServer(

@@ -42,7 +42,7 @@ from fractional_gpu.broker.process.restarting import make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_sentence, take_records
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.services.revocation_notice import RevocationNotice
-from fractional_gpu.broker.services.yielders import Yielders
+from fractional_gpu.broker.services.yielders import Yielder
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import why_not_checkpointable
 from fractional_gpu.broker.swap.suspend import SwapTimes
@@ -209,10 +209,9 @@ class BrokerRun:
         if (source := settings.revocation_notice) is not None:
             deadline_ms, drains = settings.revocation_deadline, settings.revocation_drains
             work.append(RevocationNotice(broker, source, deadline_ms, drains=drains).run())
-        if settings.yielders:
-            everyone = settings.yield_for_everyone
-            work.append(Yielders(broker, settings.yielders, everyone=everyone, refresh=sampler.refresh).run())
-        return work
+        everyone = settings.yield_for_everyone
+        asks = (Yielder(broker, one, everyone=everyone, refresh=sampler.refresh) for one in settings.yielders)
+        return [*work, *(one.run() for one in asks)]
 
     async def _make_broker(
         self, specs: dict[str, DeviceSpec], files: LeaseFiles, end: AsyncExitStack
