@@ -68,12 +68,12 @@ def configure(
         )
     if simulate is not None and SIMULATED.fullmatch(simulate) is None:
         raise ConfigError(
-            f"{_WHERE}: simulate = {simulate!r}: allowed: COUNTxMEMORY such as '2x8GiB' or '2x80GiB,1x40GiB'"
+            f"{_WHERE}: simulate = {simulate!r}: expected COUNTxMEMORY such as '2x8GiB' or '2x80GiB,1x40GiB'"
         )
     if broker not in {"auto", "managed", "system"}:
-        raise ConfigError(f"{_WHERE}: broker = {broker!r}: allowed: 'auto', 'managed' or 'system'")
+        raise ConfigError(f"{_WHERE}: broker = {broker!r}: expected 'auto', 'managed' or 'system'")
     if not isinstance(socket, str | None):
-        raise ConfigError(f"{_WHERE}: socket = {socket!r}: allowed: the path of the broker's socket, as a string")
+        raise ConfigError(f"{_WHERE}: socket = {socket!r}: expected the path of the broker's socket, as a string")
     path = socket or _socket(broker)
     if broker == "system" or (broker == "auto" and socket is None and _is_system_service(path)):
         broker_only = {"pools": pools, "config_file": config_file, "simulate": simulate}
@@ -93,7 +93,7 @@ def _registered(name: str) -> type:
     registered = entry_points(group="jupyterhub.spawners")
     if name not in registered.names:
         raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: allowed: {', '.join(SPAWNERS)}, a class with FractionalGPUMixin, or the name that a "
+            f"{_WHERE}: spawner = {name!r}: expected {', '.join(SPAWNERS)}, a class with FractionalGPUMixin, or the name that a "
             "package registers for one (entry points `jupyterhub.spawners`)"
         )
     try:
@@ -104,7 +104,7 @@ def _registered(name: str) -> type:
         ) from None
     if not (isinstance(kind, type) and issubclass(kind, GPUChoiceMixin)):
         raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: {registered[name].value} has no FractionalGPUMixin; allowed: {', '.join(SPAWNERS)}, or a "
+            f"{_WHERE}: spawner = {name!r}: {registered[name].value} has no FractionalGPUMixin; expected {', '.join(SPAWNERS)}, or a "
             "spawner with it"
         )
     return kind

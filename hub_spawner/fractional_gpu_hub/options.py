@@ -42,7 +42,7 @@ class Choice:
 
 def parse_options(options: object) -> Choice:
     if not isinstance(options, Mapping):
-        raise OptionsError(f"the options are {shown(options)}; allowed: an object with {', '.join(KEYS)}")
+        raise OptionsError(f"the options are {shown(options)}; expected an object with {', '.join(KEYS)}")
     pool, fraction, memory = (options.get(key) for key in KEYS)
     without = fraction == WITHOUT
     if without and (pool is not None or memory is not None):
@@ -78,7 +78,7 @@ def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
 def _scalar(value: object) -> str | int:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise OptionsError(
-            f"{shown(value)} is neither a fraction nor a size; allowed: a string such as '1/4' or '20GiB'"
+            f"{shown(value)} is neither a fraction nor a size; expected a string such as '1/4' or '20GiB'"
         )
     return value if isinstance(value, int) else str(value)
 

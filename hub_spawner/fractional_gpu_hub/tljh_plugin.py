@@ -107,11 +107,11 @@ def _section() -> dict[str, Any]:
 
     section = load_config().get(SECTION, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"config.yaml: {SECTION} is {section!r}; allowed: keys such as `pools: {{default: {{}}}}`")
+        raise ConfigError(f"config.yaml: {SECTION} is {section!r}; expected keys such as `pools: {{default: {{}}}}`")
     wrong = [key for key in section if not isinstance(key, str) or key in _OF_TLJH]
     if wrong:
         raise ConfigError(
-            f"config.yaml: {SECTION} has the key {wrong[0]!r}; allowed: `pools` and the arguments of `fractional_gpu_hub.configure`, "
+            f"config.yaml: {SECTION} has the key {wrong[0]!r}; expected `pools` or an argument of `fractional_gpu_hub.configure`, "
             "except `spawner`, because TLJH's own is used"
         )
     return dict(section)

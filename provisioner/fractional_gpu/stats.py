@@ -36,7 +36,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     if not samples:
         raise ValueError("there are no samples, so no percentile of them")
     if not 0 <= percent <= 100:
-        raise ValueError(f"{percent} is not a percentage; allowed: 0 to 100")
+        raise ValueError(f"{percent} is not a percentage; expected 0 to 100")
     ordered = sorted(samples)
     position = (len(ordered) - 1) * percent / 100
     below = math.floor(position)

@@ -47,7 +47,7 @@ def test_a_list_that_cannot_be_used_is_refused_in_one_sentence(
     wrong.write_text(HEADER + row("soon", 100))
     with pytest.raises(TraceError, match="has no day on which 100 pods with a GPU begin; name a longer list"):
         pods.read_days(few)
-    with pytest.raises(TraceError, match="line 2: scheduled_time is 'soon'; allowed: a whole number"):
+    with pytest.raises(TraceError, match="line 2: scheduled_time is 'soon'; expected a whole number"):
         pods.read_days(wrong)
     files = ["--sessions", str(tmp_path / "s.csv"), "--cells", str(tmp_path / "c.csv")]
     for arguments, message in (

@@ -164,7 +164,7 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
         (("--by", "colour"), 2, "--by must list each of hour, day,"),
         (("--by", "user,user"), 2, "separated by commas, not 'user,user'"),
         (("--by", ""), 2, "separated by commas, not ''"),
-        (("--since", "soon"), 2, "--since 'soon' is not a time; allowed: today, yesterday"),
+        (("--since", "soon"), 2, "--since 'soon' is not a time; expected today, yesterday"),
         (("--since", "today", "--until", "2026-01-01"), 2, "give a later --until"),
         (("--user", ""), 2, "--user is empty; name one, or leave it out for all"),
         (("--socket", "/nowhere"), 2, "leave one of them out"),

@@ -94,8 +94,8 @@ def test_times_with_a_zone_are_that_zones(tmp_path: Path) -> None:
         ("time,g_per_kwh\n", "has no data; add one line per hour"),
         ("time,g_per_kwh\nnoon,300\n", "line 2: 'noon, 300'; expected a time such as"),
         ("time,g_per_kwh\n2026-11-24T08:00\n", "line 2: '2026-11-24T08:00'; expected"),
-        ("time,g_per_kwh\n2026-11-24T08:00,nan\n", "line 2: 'nan'; allowed: 0 to 100000 g"),
-        ("time,g_per_kwh\n2026-11-24T08:00,-3\n", "line 2: '-3'; allowed: 0 to 100000 g"),
+        ("time,g_per_kwh\n2026-11-24T08:00,nan\n", "line 2: 'nan'; expected a number from 0 to 100000 g"),
+        ("time,g_per_kwh\n2026-11-24T08:00,-3\n", "line 2: '-3'; expected a number from 0 to 100000 g"),
     ],
 )
 def test_a_carbon_file_that_cannot_be_understood_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:

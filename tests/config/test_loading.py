@@ -98,7 +98,7 @@ def test_a_file_that_anybody_can_write_is_not_run(write: Write, tmp_path: Path) 
             "c.GPUBroker.idle_exit = 2.5",
             r": c\.GPUBroker\.idle_exit = 2\.5: expected a duration such as .* or 'never'$",
         ),
-        ("c.GPUBroker.devices = 0", r": c\.GPUBroker\.devices = 0: allowed: 'all', or a list"),
+        ("c.GPUBroker.devices = 0", r": c\.GPUBroker\.devices = 0: expected 'all', or a list"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_place(write: Write, text: str, message: str) -> None:

@@ -169,8 +169,8 @@ async def test_a_start_shows_the_queue_and_its_allocation_outlives_the_hub() -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"pool": "x"}, "there is no pool 'x'; allowed: default"),
-        ({"fraction": "1/8"}, "1/8 GPU is not available in pool default; allowed: 250m (250 MiB), 500m (500 MiB)"),
+        ({"pool": "x"}, "there is no pool 'x'; available: default"),
+        ({"fraction": "1/8"}, "1/8 GPU is not available in pool default; available: 250m (250 MiB), 500m (500 MiB)"),
         ({"memory": "1GiB"}, "memory 1 GiB was chosen, but in this cluster"),
         ({"pool": "$(id)"}, "pool"),
     ],

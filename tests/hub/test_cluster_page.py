@@ -265,7 +265,7 @@ def test_the_page_of_a_cluster_needs_no_broker(
     (made,) = c.JupyterHub.services
     assert made["command"][-2:] == ["--cluster", engine]
     assert made["environment"] == environment
-    with pytest.raises(ConfigError, match="allowed: slurm, kubernetes"):
+    with pytest.raises(ConfigError, match="expected slurm, kubernetes"):
         add_page(c, cluster="pbs")
     assert reader_of(engine).__module__ == f"fractional_gpu_hub.engines.{engine}_cluster"
 
@@ -288,7 +288,7 @@ def test_the_page_reads_where_the_kubernetes_spawner_starts_servers(monkeypatch:
     c.KubeSpawner.enable_user_namespaces = True
     with pytest.raises(ConfigError, match="reads the pods of one namespace"):
         add_page(c, cluster="kubernetes")
-    with pytest.raises(ConfigError, match=r"add_page\(host='hub'\): allowed: an address"):
+    with pytest.raises(ConfigError, match=r"add_page\(host='hub'\): expected an address"):
         add_page(c, host="hub")
 
 

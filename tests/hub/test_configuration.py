@@ -153,17 +153,17 @@ def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyP
             {"pools": {"default": {"hours": "9 to 5"}}},
             "pools['default']['hours'] = '9 to 5': '9 to 5' is not a time of the week",
         ),
-        ({"pools": {"default": {"groups": ["staff"]}}}, "allowed: 'everybody', or groups such as"),
+        ({"pools": {"default": {"groups": ["staff"]}}}, "expected 'everybody', or groups such as"),
         ({"pools": {"Big One": {}}}, "a pool name has"),
         ({"pools": {}}, "expected at least one pool"),
         ({"poools": {}}, "did you mean 'pools'?"),
         ({"idle_exit": "soon"}, "idle_exit = 'soon'"),
         ({"pools": {"default": {"fractions": {1, 2}}}}, "expected a list such as"),
         ({"socket": "/srv/" + "x" * 120}, "longer than 100 bytes; pass a shorter path as socket"),
-        ({"spawner": "dockr"}, "allowed: fractional-gpu-local, fractional-gpu-simple"),
+        ({"spawner": "dockr"}, "expected fractional-gpu-local, fractional-gpu-simple"),
         ({"spawner": "docker"}, "has no FractionalGPUMixin"),
-        ({"simulate": "two"}, "simulate = 'two': allowed: COUNTxMEMORY such as '2x8GiB'"),
-        ({"broker": "mine"}, "allowed: 'auto', 'managed' or 'system'"),
+        ({"simulate": "two"}, "simulate = 'two': expected COUNTxMEMORY such as '2x8GiB'"),
+        ({"broker": "mine"}, "expected 'auto', 'managed' or 'system'"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(open_folder: Path, given: dict[str, Any], sentence: str) -> None:
@@ -190,7 +190,7 @@ def test_a_hub_with_a_wrong_pool_does_not_start(open_folder: Path) -> None:
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert "pools['default']['price'] = 'much': allowed: None, or an amount and a currency such as '0.80 EUR'" in last
+    assert "pools['default']['price'] = 'much': expected None, or an amount and a currency such as '0.80 EUR'" in last
 
 
 def test_a_broker_of_the_system_is_found_and_used(

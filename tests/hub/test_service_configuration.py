@@ -85,9 +85,9 @@ def test_a_restricted_page_admits_only_the_named_users() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"admins": "grace"}, r"add_page\(admins='grace'\): allowed: a list of names, such as \['grace'\]"),
-        ({"admin_groups": "staff"}, "allowed: a list of names"),
-        ({"port": 0}, "allowed: 1 to 65535"),
+        ({"admins": "grace"}, r"add_page\(admins='grace'\): expected a list of names, such as \['grace'\]"),
+        ({"admin_groups": "staff"}, "expected a list of names"),
+        ({"port": 0}, "expected 1 to 65535"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_is_allowed(given: dict[str, Any], sentence: str) -> None:

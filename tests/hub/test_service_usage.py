@@ -354,10 +354,10 @@ _NOW_S = 1_790_000_000
 @pytest.mark.parametrize(
     ("query", "everybody", "sentence"),
     [
-        ({"period": "forever"}, False, "period 'forever' is unknown; allowed: today; yesterday;"),
-        ({"by": "notebook"}, True, "by 'notebook' is unknown; allowed: group;"),
+        ({"period": "forever"}, False, "period 'forever' is unknown; choose one of: today; yesterday;"),
+        ({"by": "notebook"}, True, "by 'notebook' is unknown; choose one of: group;"),
         ({"period": "dates"}, False, "the first day is missing"),
-        ({"period": "dates", "since": "<b>"}, False, "from '<b>' is not a time; allowed: today"),
+        ({"period": "dates", "since": "<b>"}, False, "from '<b>' is not a time; expected today"),
         ({"period": "dates", "since": "2026-09-01", "until": "2026-08-01"}, False, "it ends"),
         ({"period": "dates", "since": "2026-01-01", "until": "2026-08-01"}, True, "93 days at most"),
         ({"period": "dates", "since": "2020-01-01"}, False, "400 days at most"),
@@ -382,7 +382,7 @@ def test_dates_name_whole_days_and_are_asked_for_again_by_the_file() -> None:
 async def test_a_bad_query_is_answered_with_the_sentence_and_the_form(pages: Service) -> None:
     page = await pages.get("usage?period=dates&since=%3Cscript%3E")
     assert page.status == 400
-    assert "From '<script>' is not a time; allowed: today" in page.text.replace(" ' ", "'")
+    assert "From '<script>' is not a time; expected today" in page.text.replace(" ' ", "'")
     assert "<script>" not in page.body
     assert 'name="since"' in page.body
     file = await pages.get("usage.csv?period=never")

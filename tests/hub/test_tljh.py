@@ -157,8 +157,8 @@ def test_a_wrong_section_is_named_before_anything_is_written(
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ('{"spawner": "fractional-gpu-local"}', "fractional_gpu has the key 'spawner'; allowed: .*TLJH's own is used"),
-        ('{"socket": 5}', "socket = 5: allowed: the path of the broker's socket"),
+        ('{"spawner": "fractional-gpu-local"}', "fractional_gpu has the key 'spawner'; expected .*TLJH's own is used"),
+        ('{"socket": 5}', "socket = 5: expected the path of the broker's socket"),
     ],
 )
 def test_a_key_that_the_hub_cannot_use_is_named(

@@ -83,7 +83,7 @@ def test_the_stanza_is_checked() -> None:
     _, simulate = parse_kernel_config({"simulate": "2x80GiB,1x40GiB"}, default_pool="default", default_fraction="1/4")
     assert simulate == "2x80GiB,1x40GiB"
     for wrong in (7, "lots", "2x80GiB\n", "1x1GiB; rm"):
-        with pytest.raises(BadRequestError, match=r"simulate is .*; allowed: COUNTxMEMORY such as 2x80GiB"):
+        with pytest.raises(BadRequestError, match=r"simulate is .*; expected COUNTxMEMORY such as 2x80GiB"):
             parse_kernel_config({"simulate": wrong}, default_pool="default", default_fraction="1/4")
 
 

@@ -197,11 +197,11 @@ def test_an_evicted_kernel_that_comes_back_says_who_ended_it_and_a_restart_that_
 
 def what_makes_no_sense_or_is_not_signed_in_is_refused(server: Server, kernel_id: str) -> None:
     for action, body, sentence in (
-        ("explode", {}, "there is no action 'explode'; allowed: expect, pin, suspend, resume, unpin"),
-        ("suspend", {"now": True}, "suspend does not accept 'now'; allowed: nothing"),
-        ("pin", {"minutes": 0}, "minutes is '0'; allowed: 1 to 10080"),
-        ("expect", {"sign": "typing", "code": "1"}, "expect does not accept 'code'; allowed: sign"),
-        ("pin", {}, "minutes is 'None'; allowed: 1 to 10080"),
+        ("explode", {}, "there is no action 'explode'; choose one of: expect, pin, suspend, resume, unpin"),
+        ("suspend", {"now": True}, "suspend does not accept 'now'; it accepts: nothing"),
+        ("pin", {"minutes": 0}, "minutes is '0'; expected 1 to 10080"),
+        ("expect", {"sign": "typing", "code": "1"}, "expect does not accept 'code'; it accepts: sign"),
+        ("pin", {}, "minutes is 'None'; expected 1 to 10080"),
     ):
         assert refusal(server, kernel_id, action, body) == (400, {"message": sentence, "reason": "bad-request"})
     an_action_needs_a_sign_in_and_a_page_of_this_server(server, kernel_id)

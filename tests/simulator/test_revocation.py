@@ -227,7 +227,7 @@ SMALL = ("simulate", "--users", "3", "--devices", "1x80GiB", "--set", "several_g
         (("--set", "revoke_notice=3s"), "revoke_notice=3s needs revoke"),
         (("--set", "revoke=v100", "--baseline", "cull"), "cannot be combined: baselines do not support revocation"),
         (("--set", "revoke=v100", "--find-devices"), "revoke and find_devices=true cannot be combined"),
-        (("--set", "revoke=v100", "--set", "revoke_notice=2h"), "allowed: at most 1h"),
+        (("--set", "revoke=v100", "--set", "revoke_notice=2h"), "is too long; use at most 1h"),
         (("--set", "revoke=v100", "--set", "revoke_replace=soon"), "`$.revoke_replace`"),
     ],
 )

@@ -156,7 +156,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         value = str(proposal["value"])
         if value and not re.fullmatch(r"[a-z][a-z0-9_]{0,31}(:[a-z][a-z0-9_]{0,31})?", value):
             raise TraitError(
-                f"c.FractionalGPUSlurmSpawner.gpu_gres = {value!r}: allowed: a name such as 'jgpu:open', or 'shard'"
+                f"c.FractionalGPUSlurmSpawner.gpu_gres = {value!r}: expected a name such as 'jgpu:open', or 'shard'"
             )
         return value
 
@@ -193,7 +193,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         name = str(self.user.name)
         if not _NAME.fullmatch(name):
             raise spawn_error(
-                f"the user name {name[:80]!r} is not valid on the cluster; allowed: letters, digits and _.@+-, not starting with a "
+                f"the user name {name[:80]!r} is not valid on the cluster; expected letters, digits and _.@+-, not starting with a "
                 "hyphen; log in as a user of the cluster",
                 reason="user-name",
             )
@@ -444,7 +444,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):
             raise web.HTTPError(400, 'only the port can be set: send {"port": NUMBER}')
         if not 0 < port <= _PORTS:
-            raise web.HTTPError(400, f"port {port} is invalid; allowed: 1 to {_PORTS}")
+            raise web.HTTPError(400, f"port {port} is invalid; expected 1 to {_PORTS}")
         user = self.current_user
         spawner = next(
             (one for one in getattr(user, "spawners", {}).values() if token and one.api_token == token), None

@@ -143,14 +143,14 @@ class EngineGPUMixin(GPUChoiceMixin):
     def _gpu_offer(self, offers: Offers, pool: str, milli: int) -> int:
         found = next((one for one in offers.pools if one.pool == pool), None)
         if found is None:
-            raise spawn_error(f"there is no pool {pool!r}; allowed: {on_offer(offers, pool)}", reason="gpu-options")
+            raise spawn_error(f"there is no pool {pool!r}; available: {on_offer(offers, pool)}", reason="gpu-options")
         if found.why_not:
             raise spawn_error(f"pool {pool}: {found.why_not}", reason="no-device", hint=free_fractions(offers))
         for one in found.fractions:
             if one.fraction_milli == milli:
                 return one.memory_mib
         raise spawn_error(
-            f"{format_fraction(milli)} GPU is not available in pool {pool}; allowed: {on_offer(offers, pool)}",
+            f"{format_fraction(milli)} GPU is not available in pool {pool}; available: {on_offer(offers, pool)}",
             reason="gpu-options",
         )
 

@@ -40,7 +40,7 @@ class Actions:
         known = _ACTIONS[kind].get(action)
         if known is None:
             allowed = ", ".join(_ACTIONS[kind])
-            raise NotFoundError(f"there is no action {action[:40]!r}; allowed: {allowed}", reason="unknown-route")
+            raise NotFoundError(f"there is no action {action[:40]!r}; choose one of: {allowed}", reason="unknown-route")
         is_refused = known.admin and not viewer.admin
         if is_refused and kind != "leases":
             raise _not_admin()
@@ -66,8 +66,8 @@ class Actions:
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
         if self._running[viewer.name] >= MOST_AT_ONCE or self._running.total() >= _MOST_OF_ALL:
             raise ConflictError(
-                f"{self._running[viewer.name]} of your actions are running, and {self._running.total()} of all users; allowed: "
-                f"{MOST_AT_ONCE} and {_MOST_OF_ALL}; wait for one to end",
+                f"{self._running[viewer.name]} of your actions are running, and {self._running.total()} of all users. The limits are "
+                f"{MOST_AT_ONCE} and {_MOST_OF_ALL}; wait until one ends",
                 reason="too-many",
             )
         self._running[viewer.name] += 1
@@ -139,7 +139,7 @@ def _release(client: SeatClient, seat_id: str, asked: _Release) -> Any:  # noqa:
 def _change(client: SeatClient, pool: str, asked: PoolChange) -> Any:  # noqa: ANN401
     if not asked.keys:
         raise BadRequestError(
-            'the request changes nothing; allowed: {"keys": {"idle_after": "2m"}} or other keys of the pool'
+            'the request changes nothing; send {"keys": {"idle_after": "2m"}} or other keys of the pool'
         )
     return to_builtins(client.change_pool(pool, asked.keys))
 

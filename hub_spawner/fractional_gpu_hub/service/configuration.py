@@ -65,17 +65,17 @@ def add_page(
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
-            raise ConfigError(f"{_WHERE}: add_page({key}={value!r}): allowed: a list of names, such as [{value!r}]")
+            raise ConfigError(f"{_WHERE}: add_page({key}={value!r}): expected a list of names, such as [{value!r}]")
     if not 1 <= port <= 65535:
-        raise ConfigError(f"{_WHERE}: add_page(port={port}): allowed: 1 to 65535; choose a free one")
+        raise ConfigError(f"{_WHERE}: add_page(port={port}): expected 1 to 65535; choose a free one")
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         raise ConfigError(
-            f"{_WHERE}: add_page(host={host!r}): allowed: an address of this machine or pod, such as '127.0.0.1'"
+            f"{_WHERE}: add_page(host={host!r}): expected an address of this machine or pod, such as '127.0.0.1'"
         ) from None
     if cluster not in {"", *CLUSTERS}:
-        raise ConfigError(f"{_WHERE}: add_page(cluster={cluster!r}): allowed: {', '.join(CLUSTERS)}, or leave it out")
+        raise ConfigError(f"{_WHERE}: add_page(cluster={cluster!r}): expected {', '.join(CLUSTERS)}, or leave it out")
     access = f"access:services!service={name}"
     url = f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
     options = ["--cluster", cluster]

@@ -85,7 +85,7 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
     for name, given, allowed in (("period", word, (*PERIODS, DATES)), ("by", by, BY)):
         if given not in allowed:
             raise BadRequestError(
-                f"{name} {given[:40]!r} is unknown; allowed: {'; '.join(allowed)}", reason="bad-period"
+                f"{name} {given[:40]!r} is unknown; choose one of: {'; '.join(allowed)}", reason="bad-period"
             )
     since, until = (arguments.get("since", ""), arguments.get("until", "")) if word == DATES else (word, "")
     if not since:

@@ -277,7 +277,7 @@ class Actions:
     def explain(self, arguments: argparse.Namespace) -> None:
         lines = str(_DEFAULT_LINES) if arguments.lines is None else arguments.lines
         if not (lines.isascii() and lines.isdigit() and 0 < len(lines) < 7 and int(lines)):
-            raise ArgumentsError(f"%gpu explain: --lines {lines[:50]!r} is not a number of lines; allowed: 1 to 999999")
+            raise ArgumentsError(f"%gpu explain: --lines {lines[:50]!r} is not a number of lines; expected 1 to 999999")
         story = self._read(lambda client: client.story(self._settings.lease_id))
         publish(self._shell, StoryView(story, int(lines)))
 

@@ -255,7 +255,7 @@ def duration_ms(prog: str, text: str, *, also: str = "") -> int:
         read_ms = 0
     if not read_ms:
         words = f", or {also}" if also else ""
-        allowed = f"allowed: a duration such as 30s, 10m or 1h{words}"
+        allowed = f"expected a duration such as 30s, 10m or 1h{words}"
         raise ArgumentsError(f"{prog}: {text[:50]!r} is not a duration greater than 0; {allowed}")
     return read_ms
 
@@ -293,7 +293,7 @@ def _parser(name: str) -> _Parser:
 
     close = difflib.get_close_matches(name, COMMANDS, 1)
     hint = f" Did you mean %gpu {close[0]}?" if close else ""
-    raise ArgumentsError(f"%gpu {name[:50]} is unknown; allowed: {', '.join(COMMANDS)}.{hint}")
+    raise ArgumentsError(f"%gpu {name[:50]} is unknown; choose one of: {', '.join(COMMANDS)}.{hint}")
 
 
 # Completion asks the broker for fractions and pools once a minute at most, with a short timeout: a completion must not block.

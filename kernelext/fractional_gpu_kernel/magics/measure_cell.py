@@ -116,7 +116,7 @@ def setup_numbers(text: str, *, last: int) -> list[int]:
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise ArgumentsError(
-                f"%%gpu measure: --setup is {text[:60]!r}; allowed: cell numbers and ranges, such as 1-3,5"
+                f"%%gpu measure: --setup is {text[:60]!r}; expected cell numbers and ranges, such as 1-3,5"
             )
         first, final = int(match[1]), int(match[2] or match[1])
         if not 1 <= first <= final <= last:

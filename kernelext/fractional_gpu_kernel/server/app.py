@@ -188,15 +188,17 @@ class _Advice(_Handler):
 
 def _action(name: str, body: object) -> Action:
     if not isinstance(body, Mapping):
-        raise BadRequestError(f"the body is {type(body).__name__}; allowed: an object")
+        raise BadRequestError(f"the body is {type(body).__name__}; expected an object")
     known = {"pin": ["minutes"], "expect": ["sign"]}.get(name, [])
     for key in body:
         if key not in known:
-            raise BadRequestError(f"{name} does not accept {str(key)[:80]!r}; allowed: {', '.join(known) or 'nothing'}")
+            raise BadRequestError(
+                f"{name} does not accept {str(key)[:80]!r}; it accepts: {', '.join(known) or 'nothing'}"
+            )
     if name == "pin":
         minutes = body.get("minutes")
         if isinstance(minutes, bool) or not isinstance(minutes, int) or not 1 <= minutes <= _LONGEST_PIN_MIN:
-            raise BadRequestError(f"minutes is {str(minutes)[:80]!r}; allowed: 1 to {_LONGEST_PIN_MIN}")
+            raise BadRequestError(f"minutes is {str(minutes)[:80]!r}; expected 1 to {_LONGEST_PIN_MIN}")
         request = PinRequest(duration_ms=minutes * 60_000)
         return lambda client, lease_id: client.pin(lease_id, request)
     if name == "expect":
@@ -208,7 +210,7 @@ def _action(name: str, body: object) -> Action:
         "unpin": BrokerClient.unpin,
     }
     if name not in actions:
-        raise BadRequestError(f"there is no action {name!r}; allowed: expect, pin, {', '.join(actions)}")
+        raise BadRequestError(f"there is no action {name!r}; choose one of: expect, pin, {', '.join(actions)}")
     return actions[name]
 
 

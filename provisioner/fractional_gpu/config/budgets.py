@@ -27,7 +27,7 @@ _EXAMPLE = "{'user': '*', 'limit': '40 GPU hours', 'per': 'month'}"
 def parse_budgets(value: object) -> tuple[Budget, ...]:
     """Return the checked budgets. Raises ValueError."""
     if not isinstance(value, list | tuple) or len(value) > _MOST:
-        raise ValueError(f"allowed: a list of at most {_MOST} budgets, such as [{_EXAMPLE}]")
+        raise ValueError(f"expected a list of at most {_MOST} budgets, such as [{_EXAMPLE}]")
     budgets: list[Budget] = []
     for number, entry in enumerate(value):
         try:
@@ -89,7 +89,7 @@ def parse_amount(value: object) -> tuple[Unit, int, str]:
     """Return the unit, the amount in its measure and the currency (empty: none). Raises ValueError with what is allowed."""
     match = _LIMIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"allowed: {_ALLOWED_LIMIT}")
+        raise ValueError(f"expected {_ALLOWED_LIMIT}")
     amount, unit = Fraction(match[1]), match[2].strip()
     if unit.lower() in _GPU_HOURS:
         return Unit.SHARE, int(amount * SHARE_HOUR), ""
@@ -117,7 +117,7 @@ def _window(value: object) -> tuple[WindowKind, int]:
         return WindowKind(value), 0
     if isinstance(value, str) and value.startswith("rolling "):
         return WindowKind.ROLLING, values.duration(least_ms=3_600_000)(value.removeprefix("rolling ").strip())
-    raise ValueError(f"allowed: {_ALLOWED_PER}")
+    raise ValueError(f"expected {_ALLOWED_PER}")
 
 
 def _per(window: WindowKind, rolling_ms: int) -> str:
@@ -129,7 +129,7 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 def over_budget(value: object) -> tuple[Consequence, ...]:
     """Return the consequences of a used-up budget. Raises ValueError with what is allowed."""
     allowed = (
-        "allowed: 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
+        "expected 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
         "'when-free, no-new-seats'"
     )
     if value == "nothing":

@@ -21,7 +21,7 @@ ALLOWED = "grams per kWh as a number from 0 to 100000, or the path of a CSV file
 
 @dataclass(frozen=True, slots=True)
 class Carbon:
-    """Milligrams per kWh, each from its moment on (seconds since 1970, ascending). One figure without moments always holds."""
+    """Milligrams of CO2 per kWh. Each figure holds from its `from_s` on (seconds since 1970), or always if there is only one."""
 
     text: str  # its source, for people
     mg_per_kwh: tuple[int, ...]
@@ -29,7 +29,7 @@ class Carbon:
 
     @property
     def changes(self) -> bool:
-        """Whether it varies by the hour."""
+        """Whether the figures vary by the hour."""
         return bool(self.from_s)
 
     def mg(self, energy_mj: int, hour_s: int) -> int:
@@ -44,13 +44,13 @@ def parse_setting(value: object) -> float | Path | None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value) or not 0 <= value <= _MOST_G:
-            raise ValueError(f"allowed: None, or {ALLOWED}")
+            raise ValueError(f"expected None, or {ALLOWED}")
         return float(value)
     if isinstance(value, str) and value.strip():
         path = Path(value).expanduser()
         if path.is_absolute():
             return path
-    raise ValueError(f"allowed: None, or {ALLOWED}; the path must be absolute")
+    raise ValueError(f"expected None, or {ALLOWED}; the path must be absolute")
 
 
 def read(setting: float | Path) -> Carbon:
@@ -87,7 +87,7 @@ def _parsed(path: Path, rows: list[list[str]]) -> Carbon:
                 f"{path}, line {number}: {', '.join(row)[:100]!r}; expected a time such as 2026-11-24T08:00+00:00 and a number"
             ) from None
         if not math.isfinite(value) or not 0 <= value <= _MOST_G:
-            raise ValueError(f"{path}, line {number}: {row[grams]!r}; allowed: 0 to {_MOST_G} g per kWh")
+            raise ValueError(f"{path}, line {number}: {row[grams]!r}; expected a number from 0 to {_MOST_G} g per kWh")
         found[int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())] = round(value * 1000)
     if not found:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A pool's terms: which of a hub's groups may use it, when, and how full it may get; and what everybody is charged.
+"""A pool's terms: which of a hub's groups may use it and when, how full it may get, and what its users are charged.
 
 The broker's seats and meter apply these; the arbiter does not know them. Terms of use are checked only when a seat is taken: closing time
 and group changes do not end a seat.
@@ -20,7 +20,7 @@ _DAY_MINUTES = 24 * 60
 _WEEK_MINUTES = 7 * _DAY_MINUTES
 _LONGEST_HOURS = 400
 _MOST_BANDS = 50
-_ALLOWED_HOURS = "allowed: 'always', or days and times such as 'Mon-Fri 08:00-18:00, Sat 10:00-14:00'"
+_ALLOWED_HOURS = "expected 'always', or days and times such as 'Mon-Fri 08:00-18:00, Sat 10:00-14:00'"
 _DAY, _TIME = f"({'|'.join(_DAYS)})", r"((?:[01]\d|2[0-3]):[0-5]\d|24:00)"
 _SPAN = re.compile(rf"{_DAY}(?:-{_DAY})?\s+{_TIME}-{_TIME}", re.ASCII | re.IGNORECASE)
 
@@ -65,7 +65,7 @@ def groups(value: object) -> Mapping[str, GroupTerms] | None:
     """Return the terms of groups; None for 'everybody'."""
     if value == "everybody":
         return None
-    allowed = "allowed: 'everybody', or groups such as {'students': {}, 'staff': {'weight': 200, 'priority': 10}}"
+    allowed = "expected 'everybody', or groups such as {'students': {}, 'staff': {'weight': 200, 'priority': 10}}"
     if not isinstance(value, Mapping) or not 0 < len(value) <= _MOST_GROUPS:
         raise ValueError(allowed)
     found = {}
@@ -116,13 +116,13 @@ def price(value: object) -> Price | None:
         return None
     match = _PRICE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
-        raise ValueError("allowed: None, or an amount and a currency such as '0.80 EUR'")
+        raise ValueError("expected None, or an amount and a currency such as '0.80 EUR'")
     return Price(milli=int(Fraction(match[1]) * 1000), unit=match[2].strip())
 
 
 def price_bands(value: object) -> tuple[PriceBand, ...]:
     """Return the prices by time of the week."""
-    allowed = "allowed: prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, starting and ending on a quarter of an hour"
+    allowed = "expected prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, starting and ending on a quarter of an hour"
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)
     bands = []

@@ -40,7 +40,7 @@ COMMON_KEYS = (
 
 
 class Pool(HasTraits):
-    """A pool as configured. Durations in ms, memory in MiB, fractions, prices and shares in thousandths. `to`: for the arbiter."""
+    """A pool as configured. Durations in ms, memory in MiB, fractions, prices and shares in thousandths. `to`: the arbiter's fields."""
 
     # fmt: off
     devices = Setting(
@@ -64,8 +64,8 @@ class Pool(HasTraits):
     )
     hold_price = Setting(
         values.hourly_price, 0, 2.5, to="hold_price_milli",
-        help="With idle_after 'auto': the cost per hour of a whole GPU held by an idle kernel, in any currency, besides the waiting "
-        "it causes. 0: idle kernels stay as long as no other cell has to wait.",
+        help="With idle_after 'auto': the cost per hour of a whole GPU held by an idle kernel, in any currency, in addition to the waiting "
+             "it causes. 0: idle kernels stay as long as no other cell has to wait.",
     )
     wait_price = Setting(
         values.hourly_price, 40, 60, to="wait_price_milli",

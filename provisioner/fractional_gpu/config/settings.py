@@ -115,7 +115,7 @@ class Settings(HasTraits):
     )
     account_of_unknown_uids = Setting(
         values.account, "", "nobody",
-        help="A user of this machine who stands for all uids without a passwd entry in limits, shares and budgets. Subordinate uids "
+        help="A user of this machine to whom the limits, shares and budgets of all uids without a passwd entry apply. Subordinate uids "
         "count for their owner in /etc/subuid instead. Name a user that no person works as, because it can see what is charged to "
         "it. Empty: each of these uids is a separate user.",
     )
@@ -223,7 +223,7 @@ class Settings(HasTraits):
                 raise config_error(self.where(name), value, error) from None
         by_name = {pool.name: pool for pool in self.pools}
         if self.default_pool and self.default_pool not in by_name:
-            problem = f"there is no such pool; allowed: {', '.join(by_name)}"
+            problem = f"there is no such pool; choose one of: {', '.join(by_name)}"
             raise config_error(self.where("default_pool"), self.default_pool, problem)
         if not self.default_pool and "default" not in by_name and len(by_name) > 1:
             problem = f"no pool is called 'default'; set c.GPUBroker.default_pool to one of {', '.join(by_name)}"

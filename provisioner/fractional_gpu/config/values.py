@@ -77,7 +77,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 class Setting(TraitType[G, Any]):
-    """A setting: its parser, its default and an example as written, its help, and the `PoolSpec` fields it goes `to`."""
+    """A setting: its parser, its default and an example as written, its help, and the `PoolSpec` fields that it sets (`to`)."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ def duration(*, least_ms: int = 0) -> Callable[[object], int]:
             raise ValueError("expected a duration such as '30s', '5m' or '2h'")
         ms = parse_duration_ms(value)
         if not least_ms <= ms <= _LONGEST_MS:
-            raise ValueError(f"allowed: from {format_duration(least_ms)} to 366 days")
+            raise ValueError(f"expected a duration from {format_duration(least_ms)} to 366 days")
         return ms
 
     return parse
@@ -154,7 +154,7 @@ def host_memory(value: object) -> tuple[int, bool]:
             raise ValueError("expected a percentage such as '50%' or a size such as '64GiB'") from None
     milli = Fraction(match[1]) * 10
     if milli > 1000:
-        raise ValueError("allowed: at most 100%")
+        raise ValueError("expected at most 100%")
     return int(milli), True
 
 
@@ -179,7 +179,7 @@ def share(value: object) -> int:
     match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
     milli = int(Fraction(match[1]) * 10) if match is not None else 0
     if not 1 <= milli <= 1000:
-        raise ValueError("allowed: a share from '0.1%' to '100%'")
+        raise ValueError("expected a share from '0.1%' to '100%'")
     return milli
 
 
@@ -189,7 +189,7 @@ def number(least: int, most: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         milli = _thousandths(value)
         if milli is None or not least * 1000 <= milli <= most * 1000:
-            raise ValueError(f"allowed: a number from {least} to {most}")
+            raise ValueError(f"expected a number from {least} to {most}")
         return milli
 
     return parse
@@ -207,7 +207,7 @@ def _thousandths(value: object) -> int | None:
 
 def limits(value: object) -> Limits:
     """Return a user's or a group's limits."""
-    allowed = "allowed: a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with any of these keys"
+    allowed = "expected a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with any of these keys"
     if not isinstance(value, Mapping):
         raise ValueError(allowed)
     for name in value:
@@ -220,26 +220,26 @@ def _limit(name: str, raw: object) -> int:
     if name == "leases":
         if isinstance(raw, bool) or not isinstance(raw, int) or not 0 <= raw <= _MOST_LEASES:
             raise ValueError(
-                f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; allowed: a whole number from 0 to {_MOST_LEASES}"
+                f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; expected a whole number from 0 to {_MOST_LEASES}"
             )
         return raw
     milli = _thousandths(raw)
     if milli is None and isinstance(raw, str):
         milli = fraction(raw)
     if milli is None:
-        raise ValueError(f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; allowed: a number of GPUs such as 2, 1.5 or '1/2'")
+        raise ValueError(f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; expected a number of GPUs such as 2, 1.5 or '1/2'")
     return milli
 
 
 def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
     """Return each group's limits, sorted by its name."""
-    allowed = "allowed: a dictionary such as {'students': {'leases': 60, 'resident': 2}}"
+    allowed = "expected a dictionary such as {'students': {'leases': 60, 'resident': 2}}"
     if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
         raise ValueError(f"{allowed}, of at most {_MOST_GROUPS} groups")
     found: list[tuple[str, Limits]] = []
     for group, raw in value.items():
         if not isinstance(group, str) or not 0 < len(group) <= _LONGEST_GROUP:
-            raise ValueError(f"a group's name has 1 to {_LONGEST_GROUP} characters; {allowed}")
+            raise ValueError(f"a group's name must have 1 to {_LONGEST_GROUP} characters; {allowed}")
         try:
             found.append((group, limits(raw)))
         except ValueError as error:
@@ -261,7 +261,7 @@ def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
     """Return a parser that maps words to values or to an enumeration's members."""
     known: Mapping[str, Any] = words if isinstance(words, Mapping) else {one.value: one for one in words}
     *others, last = (repr(word) for word in known)
-    allowed = f"allowed: {', '.join(others)} or {last}"
+    allowed = f"expected {', '.join(others)} or {last}"
 
     def parse(value: object) -> Any:  # noqa: ANN401 - what the word stands for
         if not isinstance(value, str) or value not in known:
@@ -274,7 +274,7 @@ def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
 def boolean(value: object) -> bool:
     """Return a bool; 0, 1 and strings are refused."""
     if not isinstance(value, bool):
-        raise ValueError("allowed: True or False")
+        raise ValueError("expected True or False")
     return value
 
 
@@ -283,7 +283,7 @@ def whole_number(least: int, most: int) -> Callable[[object], int]:
 
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"allowed: a whole number from {least} to {most}")
+            raise ValueError(f"expected a whole number from {least} to {most}")
         return value
 
     return parse
@@ -293,7 +293,7 @@ def device_references(value: object) -> tuple[str, ...] | None:
     """Return references to devices (numbers as text, UUIDs, beginnings of UUIDs, or models); None for 'all'."""
     if value == "all":
         return None
-    allowed = "allowed: 'all', or a list of device numbers and UUIDs such as [0, 'GPU-8f6a1c55']"
+    allowed = "expected 'all', or a list of device numbers and UUIDs such as [0, 'GPU-8f6a1c55']"
     if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _MOST_DEVICES:
         raise ValueError(allowed)
     for one in value:
@@ -310,13 +310,13 @@ def log_level(value: object) -> str:
 def text(value: object) -> str:
     """Return a text."""
     if not isinstance(value, str):
-        raise ValueError("allowed: a text")
+        raise ValueError("expected a string")
     return value
 
 
 def path(*examples: str) -> Callable[[object], Path | None]:
     """Return a parser of absolute paths, `~` expanded; empty: None."""
-    allowed = f"allowed: an absolute path such as {' or '.join(repr(one) for one in examples)}"
+    allowed = f"expected an absolute path such as {' or '.join(repr(one) for one in examples)}"
 
     def parse(value: object) -> Path | None:
         if value is None or value == "":
@@ -340,7 +340,7 @@ def library(value: object) -> str:
         return ""
     if not isinstance(value, str) or not Path(value).is_absolute() or set(value) & set(" :\n\0"):
         raise ValueError(
-            "allowed: the absolute path of a library, such as '/usr/local/vgpu/libvgpu.so', without spaces and colons"
+            "expected the absolute path of a library, such as '/usr/local/vgpu/libvgpu.so', without spaces and colons"
         )
     return value
 
@@ -358,7 +358,7 @@ def notice_source(value: object) -> Path | str | None:
     if not isinstance(value, str) or "://" not in value:
         return path("/run/revoked")(value)
     allowed = (
-        "allowed: an absolute path, or a URL such as 'http://169.254.169.254/latest/meta-data/spot/instance-action': http, on "
+        "expected an absolute path, or a URL such as 'http://169.254.169.254/latest/meta-data/spot/instance-action': http, on "
         "169.254.169.254 or a loopback address"
     )
     url = urlsplit(value)
@@ -377,7 +377,7 @@ def file_size(value: object) -> int:
     """Return MiB, at least one."""
     mib = memory(value)
     if not 1 <= mib <= _MOST_FILE_MIB:
-        raise ValueError("allowed: from 1MiB to 1TiB")
+        raise ValueError("expected a size from 1MiB to 1TiB")
     return mib
 
 
@@ -385,7 +385,7 @@ def metrics_address(value: object) -> tuple[str, int] | None:
     """Return an IP address and a port; None for no listener. A host name is refused: its address may change."""
     if value == "":
         return None
-    allowed = "allowed: an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"
+    allowed = "expected an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"
     host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not _PORT.fullmatch(port) or not 0 < int(port) < 65_536 or (":" in bare) != (bare != host):

@@ -66,7 +66,7 @@ def _kind(backend: str) -> DeviceKind:
     if not backend.startswith(_KIND):
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,
-            f"there is no GPU backend {backend!r}; allowed: 'nvidia', 'kind:NAME', or 'simulated:DIRECTORY' with the folder of a "
+            f"there is no GPU backend {backend!r}; expected 'nvidia', 'kind:NAME', or 'simulated:DIRECTORY' with the folder of a "
             "simulated host",
         )
     from importlib.metadata import entry_points  # noqa: PLC0415 - takes a fifth of a worker's start

@@ -99,7 +99,7 @@ def _answer(backend: Checkpointer, limits: _Limits, packet: bytes) -> dict[str, 
 def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessState | None, int]:
     operation = request["op"]
     if operation not in OPERATIONS:
-        raise ValueError(f"there is no operation {operation!r}; allowed: {', '.join(OPERATIONS)}")
+        raise ValueError(f"there is no operation {operation!r}; expected one of: {', '.join(OPERATIONS)}")
     if operation == "ping":
         return None, 0
     target = ProcessIdentity.from_dict(request["target"])

@@ -1,1 +1,1 @@
-"""What Jupyter loads: the kernel provisioner, kernelspecs, the launcher, the kernel manager that keeps kernels."""
+"""Loaded by Jupyter: the kernel provisioner, kernelspecs, the launcher, the kernel manager that keeps kernels."""

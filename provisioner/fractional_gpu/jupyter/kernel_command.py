@@ -203,7 +203,7 @@ _SHOWN = 80  # characters of a bad value
 
 def check_pool_name(name: object) -> str:
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
-        allowed = "allowed: up to 63 letters, digits, dots, dashes and underscores, starting with a letter or digit"
+        allowed = "expected up to 63 letters, digits, dots, dashes and underscores, starting with a letter or digit"
         raise BadRequestError(f"pool {shown(name)} is not a pool name; {allowed}")
     return name
 
@@ -220,7 +220,7 @@ def parse_kernel_config(
             near = get_close_matches(str(key), CONFIG_KEYS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise BadRequestError(
-                f"kernel_provisioner config has the unknown key {shown(key)}; {hint}allowed: {', '.join(CONFIG_KEYS)}"
+                f"kernel_provisioner config has the unknown key {shown(key)}; {hint}expected one of: {', '.join(CONFIG_KEYS)}"
             )
     devices = _whole_number("devices", stanza.get("devices", 1), _DEVICES)
     try:
@@ -233,8 +233,8 @@ def parse_kernel_config(
         raise BadRequestError(f"kernel_provisioner config: {error}") from None
     if devices > 1 and fraction_milli != 1000:
         raise BadRequestError(
-            f"kernel_provisioner config: fraction is {shown(stanza['fraction'])} with {devices} devices; a kernel with several "
-            "devices gets whole ones: leave fraction out, or use one device"
+            f"kernel_provisioner config: fraction {shown(stanza['fraction'])} cannot be combined with {devices} devices, because several "
+            "devices are always whole; leave fraction out, or use one device"
         )
     request = LeaseRequest(
         pool=check_pool_name(stanza.get("pool", default_pool)),
@@ -248,14 +248,14 @@ def parse_kernel_config(
     if simulate is None or (isinstance(simulate, str) and SIMULATED.fullmatch(simulate)):
         return request, simulate
     raise BadRequestError(
-        f"kernel_provisioner config: simulate is {shown(simulate)}; allowed: COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
+        f"kernel_provisioner config: simulate is {shown(simulate)}; expected COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
     )
 
 
 def _whole_number(key: str, value: object, allowed: range, more: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
         raise BadRequestError(
-            f"kernel_provisioner config: {key} is {shown(value)}; allowed: a whole number from {allowed.start} to "
+            f"kernel_provisioner config: {key} is {shown(value)}; expected a whole number from {allowed.start} to "
             f"{allowed.stop - 1}{more}"
         )
     return value
@@ -268,7 +268,7 @@ def _scalar(value: object) -> str | float:
 
 def _size(value: object) -> str | int:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        allowed = "allowed: a positive size such as 512MiB, 20GiB or 20GB"
+        allowed = "expected a positive size such as 512MiB, 20GiB or 20GB"
         raise ValueError(f"memory {shown(value)} is not a size; {allowed}")  # noqa: TRY004 - the parser's own error
     return value
 

@@ -108,7 +108,7 @@ class KernelLease:
 
 
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
-    """Take a new lease from the broker. If none serves, start one (with the devices `simulate`).
+    """Take a new lease from the broker. If no broker is running, start one (with the devices `simulate`).
 
     `timeout_s` bounds the start and each call. Raises the protocol's errors, ConflictError if the broker has real devices instead of
     simulated ones.
@@ -117,7 +117,7 @@ def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None 
 
 
 def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
-    """If no broker serves, start one in a thread, so that `take_lease`, which reports failures, waits less."""
+    """If no broker is running, start one in a thread, so that `take_lease` waits less. `take_lease` reports failures."""
 
     def start() -> None:
         with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
@@ -229,7 +229,7 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the end of the text, which has a path's file name, and the agent that says it runs this.
+    """Return the text with the agent's name, if an agent runs this. Of a long text, return the end, which has a path's file name.
 
     Invalid characters become question marks.
     """

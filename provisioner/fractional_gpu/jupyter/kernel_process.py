@@ -109,8 +109,8 @@ class KernelPorts:
     def secure(self, manager: _Manager) -> bool:
         """Choose and hold the manager's ports before a launch, or return False to let jupyter_client choose.
 
-        It does so for other transports, with `cache_ports` off, and on systems where no kernel could listen on a held port. Raises
-        OSError if no port is free.
+        Return False for other transports than TCP, with `cache_ports` off, and on systems where no kernel could listen on a held
+        port. Raises OSError if no port is free.
         """
         if manager.transport != "tcp" or not manager.cache_ports or not is_local_ip(manager.ip):
             return False
@@ -194,7 +194,7 @@ def _bound(ip: str, port: int) -> socket.socket:
 
 @functools.cache
 def _can_listen_on_held(ip: str) -> bool:
-    """Try whether a kernel could listen on a held port: systems that resemble Linux (gVisor) may differ."""
+    """Return whether a kernel can listen on a held port, which fails on some systems that resemble Linux, such as gVisor."""
     with _bound(ip, 0) as holder:
         try:
             with _bound(ip, holder.getsockname()[1]) as listener:

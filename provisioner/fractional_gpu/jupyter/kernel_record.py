@@ -31,7 +31,7 @@ class RecordFile:
     def create(cls, kernel_id: str) -> "RecordFile | None":
         """Create or open and lock the record; None if another server has it. Raises OSError, ValueError."""
         if not _NAME.fullmatch(kernel_id):
-            raise ValueError(f"a kernel id such as {kernel_id[:80]!r} cannot name a file")
+            raise ValueError(f"kernel id {kernel_id[:80]!r} cannot be used as a file name")
         return cls.open(_folder() / f"{kernel_id}.json", os.O_CREAT)
 
     @classmethod
@@ -60,11 +60,11 @@ class RecordFile:
             self.write(self.read())
 
     def read(self) -> dict[str, Any]:
-        """Raises ValueError if it was never written completely."""
+        """Return the content. Raises ValueError if it was never written completely."""
         line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")
         content = json.loads(line)
         if not isinstance(content, dict):
-            raise ValueError(f"{self.path} holds no record")  # noqa: TRY004 - a file's content is a value
+            raise ValueError(f"{self.path} contains no record")  # noqa: TRY004 - a file's content is a value
         return content
 
     def close(self) -> None:

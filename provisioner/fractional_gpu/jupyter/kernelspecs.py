@@ -67,7 +67,7 @@ class InstalledSpec:
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
     """Return the kernelspec's name, which Jupyter compares without case. Raises BadRequestError."""
     if isinstance(fraction_milli, bool) or not isinstance(fraction_milli, int) or not 1 <= fraction_milli <= 1000:
-        raise BadRequestError(f"fraction {fraction_milli!r} is out of range; allowed: 1 to 1000 thousandths of a GPU")
+        raise BadRequestError(f"fraction {fraction_milli!r} is out of range; expected 1 to 1000 thousandths of a GPU")
     name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{fraction_milli}"
     if base.lower() != _DEFAULT_BASE:
         name += f"-{base.lower()}"
@@ -100,7 +100,7 @@ def install(
     if display_name is not None and (
         not display_name.strip() or not display_name.isprintable() or len(display_name) > MAX_NAME
     ):
-        allowed = f"allowed: 1 to {MAX_NAME} printable characters, not only spaces"
+        allowed = f"expected 1 to {MAX_NAME} printable characters, not only spaces"
         raise BadRequestError(f"{display_name[:60]!r} cannot be used as a kernel's display name; {allowed}")
     names = {milli: spec_name(pool, milli, base=base, launcher=launcher) for milli in fractions_milli}
     if not names:
@@ -181,7 +181,7 @@ def remove(
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a kernelspec's folder. Of a link, only the link: its target is the user's. Raises OSError."""
+    """Delete a kernelspec's folder. If it is a link, delete only the link, because its target belongs to the user. Raises OSError."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -239,7 +239,7 @@ def logo(milli: int) -> str:
 
 def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or not name.strip("."):
-        raise BadRequestError(f"{name!r} is not a kernelspec name; allowed: letters, digits, and . _ -, not only dots")
+        raise BadRequestError(f"{name!r} is not a kernelspec name; expected letters, digits, and . _ -, not only dots")
     return name.lower()
 
 
@@ -368,7 +368,7 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that Jupyter uses for this name, if it is another. `seen`: all that Jupyter finds."""
+    """Return the folder that Jupyter uses instead for this name, if any. `seen` has all kernelspecs that Jupyter finds."""
     seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
     found = seen.get(folder.name.lower())
     return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)

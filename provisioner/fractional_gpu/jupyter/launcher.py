@@ -57,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description="Take a GPU lease and become a kernel.")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_MODULE}", description="Take a GPU lease, then run a kernel in this process."
+    )
     parser.add_argument("--pool", default="default")
     parser.add_argument("--fraction", default="1/4")
     parser.add_argument("--memory")

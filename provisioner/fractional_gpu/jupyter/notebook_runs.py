@@ -1,4 +1,4 @@
-"""For programs that run notebooks with nbclient: a cell's timeout that does not count the wait for the GPU."""
+"""Keeps the wait for the GPU out of a cell's timeout, for programs that run notebooks with nbclient."""
 
 import asyncio
 from typing import Any

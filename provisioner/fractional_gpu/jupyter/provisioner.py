@@ -111,7 +111,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """Why the kernel has no GPU or no extension, or how its last process ended, or "". For servers to show."""
+        """A message for servers to show: why the kernel has no GPU or no extension, or how its last process ended. May be empty."""
         return self._notice
 
     @property
@@ -122,7 +122,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
         """Check the stanza, take or renew the lease, and put it into the command and the environment. Raises FractionalGPUError.
 
-        Cancelled, it may leave a lease without a process, which the broker lets expire.
+        If cancelled, this may leave a lease without a process, which expires in the broker.
         """
         asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)
@@ -191,7 +191,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Register for the manager's last failed restart: a server may then forget the kernel without calling `cleanup`."""
+        """Register for the manager's last failed restart, after which a server may forget the kernel without calling `cleanup`."""
         await super().post_launch(**kwargs)
         if not self._has_death_callback and self.parent is not None:
             self.parent.add_restart_callback(self._stop_after_deaths, "dead")
@@ -310,7 +310,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._is_restart = True
 
     def _attach_adopted(self) -> None:
-        """Attach the adopted process for this server. If no broker runs, one learns of it at the kernel's next start."""
+        """Attach the adopted process for this server, if a broker is running. Otherwise the kernel's next start attaches its process."""
         lease, process = self._lease, self.process
         if lease is None or process is None:
             return

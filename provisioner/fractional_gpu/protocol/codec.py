@@ -62,8 +62,8 @@ def decode_query(values: Mapping[str, str], kind: type[Message]) -> Message:
 def _check_names(names: Mapping[str, object], kind: type[msgspec.Struct]) -> None:
     fields = kind.__struct_fields__
     if unknown := sorted(names.keys() - set(fields)):
-        allowed = ", ".join(sorted(fields)) or "no fields"
-        raise BadRequestError(f"unknown field {unknown[0][:80]!r}; allowed: {allowed}")
+        expected = f"one of: {', '.join(sorted(fields))}" if fields else "no fields"
+        raise BadRequestError(f"unknown field {unknown[0][:80]!r}; expected {expected}")
 
 
 def _within_limits(message: Message) -> Message:
@@ -80,7 +80,7 @@ def _check(value: object, where: str, depth: int) -> None:
             raise BadRequestError(f"{where} contains a NUL character, which is not allowed")
     elif isinstance(value, int):
         if not -_LARGEST <= value <= _LARGEST:
-            raise BadRequestError(f"{where} does not fit in 63 bits; allowed: -{_LARGEST} to {_LARGEST}")
+            raise BadRequestError(f"{where} does not fit in 63 bits; expected -{_LARGEST} to {_LARGEST}")
     elif isinstance(value, dict | list | msgspec.Struct):
         if depth > MAX_DEPTH:
             raise RequestTooLargeError(f"{where} is nested deeper than {MAX_DEPTH} levels")

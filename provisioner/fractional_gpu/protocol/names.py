@@ -62,7 +62,7 @@ def _check(name: str) -> str:
     if not 0 < len(name) <= MAX_ACTING_FOR or not name.isprintable() or name.isspace():
         has = f", with {found}" if (found := describe_unprintable(name)) else ""
         raise BadRequestError(
-            f"{ACTING_FOR} is {name[:80]!a} ({len(name)} characters{has}); allowed: a name of 1 to {MAX_ACTING_FOR} printable "
+            f"{ACTING_FOR} is {name[:80]!a} ({len(name)} characters{has}); expected a name of 1 to {MAX_ACTING_FOR} printable "
             "characters; an administrator must rename this user at the hub",
             reason="bad-acting-for",
         )

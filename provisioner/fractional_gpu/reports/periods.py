@@ -12,7 +12,7 @@ from fractional_gpu.core.units import parse_duration_ms
 
 WORDS: Final = ("today", "yesterday", "this-week", "this-month", "last-month")
 DEFAULT: Final = "this-month"
-ALLOWED: Final = f"allowed: {', '.join(WORDS)}, a duration back such as 7d or 12h, or a date or time such as 2026-11-24 or 2026-11-24T08:00"
+ALLOWED: Final = f"expected {', '.join(WORDS)}, a duration such as 7d or 12h, or a date or time such as 2026-11-24 or 2026-11-24T08:00"
 _DURATION: Final = re.compile(r"\d{1,7}(?:\.\d{1,3})?(?:m|h|d)", re.ASCII | re.IGNORECASE)
 _SHOWN: Final = 60
 _DAY: Final = timedelta(days=1)

@@ -76,7 +76,7 @@ def lifetimes_of(kind: str) -> Lifetimes:
     if not regions or region:
         allowed = "; ".join(f"{name} in {', '.join(found)}" for name, found in PUBLISHED.items())
         raise SimulationError(
-            f"no lifetimes of {kind[:40]!r} were published; allowed: {', '.join(PUBLISHED)}, or one of these in a region such as "
+            f"no lifetimes of {kind[:40]!r} were published; choose one of: {', '.join(PUBLISHED)}, or one of these in a region such as "
             f"v100/us-west1 ({allowed})"
         )
     curves = regions.values()

@@ -47,7 +47,7 @@ def _rows(
 def whole(row: dict[str, str], column: str, *, most: int = _LARGEST) -> int:
     text = row[column].strip()
     if not text.isascii() or not text.isdecimal() or len(text) > len(str(_LARGEST)) or int(text) > most:
-        raise TraceError(f"{column} is {text[:40]!r}; allowed: a whole number from 0 to {most}")
+        raise TraceError(f"{column} is {text[:40]!r}; expected a whole number from 0 to {most}")
     return int(text)
 
 
@@ -58,7 +58,7 @@ def number(row: dict[str, str], column: str, *, most: float = float(_LARGEST)) -
     except ValueError:
         value = -1.0
     if not 0 <= value <= most:
-        raise TraceError(f"{column} is {text[:40]!r}; allowed: a number from 0 to {most:g}")
+        raise TraceError(f"{column} is {text[:40]!r}; expected a number from 0 to {most:g}")
     return value
 
 
@@ -152,7 +152,7 @@ def _session(row: dict[str, str], cells: Iterable[Cell], known: dict[str, Sessio
         pool=row.get("pool", "").strip(),
     )
     if not session.session_id or session.session_id in known:
-        raise TraceError(f"session is {session.session_id[:40]!r}; allowed: an id that no other row has")
+        raise TraceError(f"session is {session.session_id[:40]!r}; expected an id that no other row has")
     if session.close_ms < session.open_ms:
         raise TraceError(f"session {session.session_id[:40]!r} closes before it opens")
     if session.cells and session.cells[0].start_ms < session.open_ms:

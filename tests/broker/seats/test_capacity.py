@@ -110,7 +110,7 @@ def test_leases_of_a_seat_go_only_to_its_devices(live: LiveBroker) -> None:
     [
         ({"allowed_devices": []}, "allowed_devices is empty"),
         ({"allowed_devices": ["GPU-not-there"]}, "GPU-not-there"),
-        ({"workload": Workload(engine="pbs", id="1")}, "allowed: slurm, kubernetes"),
+        ({"workload": Workload(engine="pbs", id="1")}, "expected slurm or kubernetes"),
         ({"workload": Workload(engine="slurm", id="12; true")}, "the number of a job"),
         ({"workload": Workload(engine="kubernetes", id="../../x")}, "the UID of a pod"),
         ({"workload": Workload(engine="slurm", id="1", control_group="/slurm/../..")}, "without `..`"),

@@ -105,11 +105,11 @@ def test_a_note_is_kept_with_the_lease_unless_it_is_too_long_or_controls_a_termi
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"sign": "rhythm"}, "sign is 'rhythm'; allowed: completion, focus, hover, "),
+        ({"sign": "rhythm"}, "sign is 'rhythm'; expected one of: completion, focus, hover, "),
         ({"sign": "x" * 300}, "sign is 'xxx"),
-        ({"within_ms": 0}, "within_ms is 0; allowed: 1 to 600000"),
-        ({"within_ms": 10**12}, "within_ms is 1000000000000; allowed: 1 to 600000"),
-        ({"confidence_milli": 1001}, "confidence_milli is 1001; allowed: 1 to 1000"),
+        ({"within_ms": 0}, "within_ms is 0; expected 1 to 600000"),
+        ({"within_ms": 10**12}, "within_ms is 1000000000000; expected 1 to 600000"),
+        ({"confidence_milli": 1001}, "confidence_milli is 1001; expected 1 to 1000"),
         ({"code": "print(1)"}, "code"),
     ],
 )

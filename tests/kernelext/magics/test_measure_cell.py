@@ -31,10 +31,10 @@ def test_the_setup_is_what_the_ranges_name_in_their_order(ranges: list[tuple[int
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "allowed: cell numbers"),
-        ("1-", "allowed: cell numbers"),
-        ("1:3", "allowed: cell numbers"),
-        ("²", "allowed: cell numbers"),
+        ("", "expected cell numbers"),
+        ("1-", "expected cell numbers"),
+        ("1:3", "expected cell numbers"),
+        ("²", "expected cell numbers"),
         ("0", "are numbered 1 to 7"),
         ("3-2", "are numbered 1 to 7"),
         ("6-8", "--setup names 6-8, but the cells of this session are numbered 1 to 7"),

@@ -334,7 +334,11 @@ class Server(HTTPServer):
         account = self._payers.of_connection(credentials, admin=admin)
         have = self._count[account]
         if have >= self._most or (not admin and self._of_users >= self._most_of_users):
-            allowed = f"allowed: {self._most}" if have >= self._most else f"all users may have {self._most_of_users}"
+            allowed = (
+                f"at most {self._most} are allowed"
+                if have >= self._most
+                else f"all users together may have {self._most_of_users}"
+            )
             self._refuse(connection, account, allowed)
         else:
             self._count[account] += 1
@@ -364,7 +368,7 @@ class Server(HTTPServer):
             account.charge(COST_REQUEST_S)
         finally:
             self._forget(account, admin=False)
-            self._refuse(connection, account, f"allowed: {most}")
+            self._refuse(connection, account, f"at most {most} are allowed")
 
     def _refuse(self, connection: socket.socket, account: Account, allowed: str) -> None:
         have = self._count[account]

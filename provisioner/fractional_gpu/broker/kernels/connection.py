@@ -58,15 +58,15 @@ class Connection:
 
 def connection_from_json(info: object) -> Connection:
     if not isinstance(info, dict):
-        sentence = f"the connection is {_shown(info)}; allowed: an object, as in a connection file"
+        sentence = f"the connection is {_shown(info)}; expected an object, as in a connection file"
         raise ValueError(sentence)  # noqa: TRY004 - one kind of error for what was sent
     transport, ip = info.get("transport", "tcp"), info.get("ip", "127.0.0.1")
     if transport not in ("tcp", "ipc"):
-        raise ValueError(f"connection field transport is {_shown(transport)}; allowed: tcp, ipc")
+        raise ValueError(f"connection field transport is {_shown(transport)}; expected tcp or ipc")
     address = _loopback(ip) if transport == "tcp" else ip
     if address is None:
         allowed = "a loopback address such as 127.0.0.1, or 0.0.0.0 for all addresses (c.KernelManager.ip)"
-        raise ValueError(f"connection field ip is {_shown(ip)}; allowed: {allowed}")
+        raise ValueError(f"connection field ip is {_shown(ip)}; expected {allowed}")
     if transport == "ipc" and not (isinstance(ip, str) and ip.startswith("/") and len(ip.encode()) <= _LONGEST_PATH):
         raise ValueError(
             f"connection field ip is {_shown(ip)}; with ipc it must be an absolute path of at most {_LONGEST_PATH} bytes"
@@ -75,7 +75,7 @@ def connection_from_json(info: object) -> Connection:
     digest = scheme.removeprefix("hmac-") if isinstance(scheme, str) else ""
     if digest not in _DIGESTS:
         raise ValueError(
-            f"connection field signature_scheme is {_shown(scheme)}; allowed: {', '.join(f'hmac-{one}' for one in _DIGESTS)}"
+            f"connection field signature_scheme is {_shown(scheme)}; expected one of: {', '.join(f'hmac-{one}' for one in _DIGESTS)}"
         )
     key = info.get("key", "")
     if not isinstance(key, str):
@@ -178,7 +178,7 @@ def _is_curve_key(key: object) -> bool:
 def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
     port = info.get(field)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-        raise ValueError(f"connection field {field} is {_shown(port)}; allowed: a port from 1 to 65535")
+        raise ValueError(f"connection field {field} is {_shown(port)}; expected a port from 1 to 65535")
     if transport == "ipc":
         return f"ipc://{ip}-{port}"
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"

@@ -51,11 +51,11 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
     if not request.fraction_milli and request.memory_mib is not None:
         request = structs.replace(request, fraction_milli=_covering_milli(arbiter, pool, request.memory_mib))
     if not 1 <= request.fraction_milli <= 1000:
-        raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
+        raise BadRequestError(f"fraction_milli is {request.fraction_milli}; expected 1 to 1000", reason="bad-fraction")
     most = min(pool.max_devices, len(pool.devices))
     if request.devices != 1 and not 1 <= request.devices <= most:
         has = f"pool {pool.name!r} has {len(pool.devices)}, and a kernel can have at most {pool.max_devices}"
-        raise BadRequestError(f"devices is {request.devices}; allowed: 1 to {most} ({has})", reason="bad-devices")
+        raise BadRequestError(f"devices is {request.devices}; expected 1 to {most} ({has})", reason="bad-devices")
     if request.devices > 1 and request.fraction_milli != 1000:
         raise BadRequestError(
             f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}, but only whole devices "
@@ -63,7 +63,7 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
             reason="bad-devices",
         )
     if not -1000 <= request.priority <= 1000:
-        raise BadRequestError(f"priority is {request.priority}; allowed: -1000 to 1000", reason="bad-priority")
+        raise BadRequestError(f"priority is {request.priority}; expected -1000 to 1000", reason="bad-priority")
     if request.priority > pool.max_priority and not peer.admin:
         raise ForbiddenError(
             f"priority {request.priority} was requested, but the maximum for users of pool {pool.name!r} is {pool.max_priority}; request "
@@ -96,7 +96,7 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
 def check_kind(kind: str, *allowed: str) -> None:
     if kind not in allowed:
         raise BadRequestError(
-            f"kind is {printable(kind)[:MAX_NAME]!r}; allowed: {', '.join(allowed)}", reason="bad-kind"
+            f"kind is {printable(kind)[:MAX_NAME]!r}; expected one of: {', '.join(allowed)}", reason="bad-kind"
         )
 
 
@@ -133,7 +133,7 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
     if memory_mib is None:
         return max(1, min(sizes) * fraction_milli // 1000)
     if memory_mib < 1:
-        raise BadRequestError(f"memory_mib is {memory_mib}; allowed: 1 or more", reason="bad-memory")
+        raise BadRequestError(f"memory_mib is {memory_mib}; expected 1 or more", reason="bad-memory")
     if memory_mib > max(sizes):
         raise BadRequestError(
             f"{format_memory(memory_mib)} of memory was requested, but the largest device of pool {pool.name!r} "
@@ -158,7 +158,7 @@ def guaranteed_mib(
         return min(reserve_mib, max(1, min(_sizes(arbiter, pool)) * fraction_milli // 1000))
     if not 1 <= request_mib <= reserve_mib:
         raise BadRequestError(
-            f"request_mib is {request_mib}; allowed: 1 to {reserve_mib}, the kernel's memory cap",
+            f"request_mib is {request_mib}; expected 1 to {reserve_mib}, the kernel's memory cap",
             reason="bad-request-mib",
         )
     return request_mib

@@ -502,4 +502,4 @@ def _check_numbers(value: object) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             _check_numbers(one)
     elif isinstance(value, int | float) and not 0 <= value <= _LARGEST:
-        raise ValueError(f"{value!r:.60} is out of range; allowed: 0 to {_LARGEST}")
+        raise ValueError(f"{value!r:.60} is out of range; expected 0 to {_LARGEST}")

@@ -75,7 +75,7 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     if not request.owner:
         raise BadRequestError("owner is empty; it must be the user's name at the hub")
     if not 1 <= request.fraction_milli <= 1000:
-        raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
+        raise BadRequestError(f"fraction_milli is {request.fraction_milli}; expected 1 to 1000", reason="bad-fraction")
     if pool.fractions_milli and request.fraction_milli not in pool.fractions_milli:
         offered = ", ".join(format_fraction(milli) for milli in pool.fractions_milli)
         raise BadRequestError(
@@ -104,15 +104,16 @@ def check_workload(request: SeatRequest, pool: PoolSpec) -> None:
         return
     if workload.engine not in (SLURM, KUBERNETES):
         raise BadRequestError(
-            f"workload.engine is {workload.engine[:MAX_NAME]!a}; allowed: {SLURM}, {KUBERNETES}", reason="bad-workload"
+            f"workload.engine is {workload.engine[:MAX_NAME]!a}; expected {SLURM} or {KUBERNETES}",
+            reason="bad-workload",
         )
     pattern, form = _WORKLOAD_IDS[workload.engine]
     if pattern.fullmatch(workload.id) is None:
-        raise BadRequestError(f"workload.id is {workload.id[:MAX_NAME]!a}; allowed: {form}", reason="bad-workload")
+        raise BadRequestError(f"workload.id is {workload.id[:MAX_NAME]!a}; expected {form}", reason="bad-workload")
     parts = PurePosixPath(workload.control_group).parts
     if workload.control_group and (parts[:1] != ("/",) or ".." in parts or not workload.control_group.isprintable()):
         raise BadRequestError(
-            f"workload.control_group is {workload.control_group[:MAX_NAME]!a}; allowed: a path from the root of the hierarchy, such as "
+            f"workload.control_group is {workload.control_group[:MAX_NAME]!a}; expected a path from the root of the hierarchy, such as "
             "/slurm/uid_1000/job_12, without `..`",
             reason="bad-workload",
         )

@@ -62,7 +62,7 @@ class LeaseControl:
     async def pin(self, kernel: Kernel, request: PinRequest) -> LeaseStatus:
         if request.duration_ms < 1:
             raise BadRequestError(
-                f"duration_ms is {request.duration_ms}; allowed: 1 or more (there is a separate route to unpin)"
+                f"duration_ms is {request.duration_ms}; expected 1 or more (there is a separate route to unpin)"
             )
         event = PinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, duration_ms=request.duration_ms)
         if (declined := self._broker.ask(event, "pin")) is not None:
@@ -72,13 +72,13 @@ class LeaseControl:
 
     def expect(self, kernel: Kernel, request: ExpectRequest) -> None:
         if request.sign not in _SIGNS:
-            raise BadRequestError(f"sign is {request.sign[:50]!r}; allowed: {', '.join(sorted(_SIGNS))}")
+            raise BadRequestError(f"sign is {request.sign[:50]!r}; expected one of: {', '.join(sorted(_SIGNS))}")
         for name, value, most in (
             ("within_ms", request.within_ms, _LONGEST_SIGN_MS),
             ("confidence_milli", request.confidence_milli, 1000),
         ):
             if not 1 <= value <= most:
-                raise BadRequestError(f"{name} is {value}; allowed: 1 to {most}")
+                raise BadRequestError(f"{name} is {value}; expected 1 to {most}")
         self._broker.expect_cell(kernel, Sign(request.sign), request.within_ms, request.confidence_milli)
 
     async def unpin(self, kernel: Kernel, by: str) -> LeaseStatus:
@@ -143,7 +143,7 @@ class LeaseControl:
             )
         fraction_milli = spec.fraction_milli if request.fraction_milli is None else request.fraction_milli
         if not 1 <= fraction_milli <= 1000:
-            raise BadRequestError(f"fraction_milli is {fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
+            raise BadRequestError(f"fraction_milli is {fraction_milli}; expected 1 to 1000", reason="bad-fraction")
         arbiter = self._broker.arbiter
         pool = arbiter.pools().get(spec.pool)
         if pool is None:
@@ -236,7 +236,7 @@ class LeaseControl:
         left_ms = request.deadline_in_ms
         if left_ms is not None and not 1 <= left_ms <= LONGEST_DEADLINE_MS:
             raise BadRequestError(
-                f"deadline_in_ms is {left_ms}; allowed: 1 to {LONGEST_DEADLINE_MS} (a week), or leave it out"
+                f"deadline_in_ms is {left_ms}; expected 1 to {LONGEST_DEADLINE_MS} (a week), or leave it out"
             )
         await begin_drain(self._broker, device_id, evict_busy=request.evict_busy, deadline_in_ms=left_ms)
         return device_status(self._broker, device_id)

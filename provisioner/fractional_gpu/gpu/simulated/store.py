@@ -175,7 +175,9 @@ class Store:
         """Change settings for every process, from the next operation on. Raises SimulatedHostError."""
         current = asdict(self.settings())
         if unknown := sorted(set(changes) - set(current)):
-            raise SimulatedHostError(f"there is no setting {', '.join(unknown)}; allowed: {', '.join(sorted(current))}")
+            raise SimulatedHostError(
+                f"there is no setting {', '.join(unknown)}; choose one of: {', '.join(sorted(current))}"
+            )
         settings = Settings(**{**current, **changes})
         with self.transaction() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(asdict(settings)),))
