@@ -1,6 +1,6 @@
 """How jobs fare if an engine chooses nodes by whole GPUs, static shards, the brokers' counts or at random.
 
-    python tests/benchmarks/cluster_doors.py [--seeds 1,2] [--json]
+    python -m tests.benchmarks.cluster_doors [--seeds 1,2] [--json]
 
 One day of synthetic users with one GPU each, on four hosts of two or four GPUs of 80 GiB, with about five or ten users for each GPU. The
 last row of each case is a run with `--set door=random`.
@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
-from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms, run_engine
 from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
+from tests.benchmarks.engine_queue import EngineDoor, WaitTerms, run_engine
 
 CASES = ((40, 2), (80, 2), (80, 4), (160, 4))  # users, GPUs of each host
 HOSTS = 4

@@ -156,7 +156,7 @@ TABLES: Final = {
     ),
     "engines": Table(
         "cluster-simulation.md",
-        "python tests/benchmarks/cluster_doors.py --seeds 1,2",
+        "python -m tests.benchmarks.cluster_doors --seeds 1,2",
         {
             "door, users and seed": "{way}, {users, seed}",
             "jobs that begin at once": "{at once}",

@@ -215,7 +215,7 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (["--users", "2", "--set", "lunch=noon"], 2, "duration 'noon' is not a duration"),
         (["--users", "2", "--set", "lunch=5h"], 2, "lunch=5h is too long; use at most 4h"),
         (["--users", "2", "--set", "time_zones=25"], 2, "Expected `int` <= 24 - at `$.time_zones`"),
-        (["--users", "2", "--set", "door=back"], 2, "door=back is not valid; choose one of: fit, "),
+        (["--users", "2", "--set", "door=back"], 2, "Invalid enum value 'back' - at `$.door`"),
         (["--users", "2", "--set", "baselines=['none']"], 2, "unknown baseline 'none'; choose from: "),
         (
             ["--users", "2", "--set", "habit=trainers", *ONE_GPU],

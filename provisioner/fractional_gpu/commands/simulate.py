@@ -39,7 +39,6 @@ from fractional_gpu.config import ConfigError
 from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import CULL_AFTER_MS, WAITING, run_baseline
-from fractional_gpu.simulator.cluster import run_engine
 from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door
 from fractional_gpu.simulator.machine import Host
@@ -179,7 +178,7 @@ def _baseline(
                 name,
                 found,
                 trace,
-                rule=machine.rule,
+                rule=scenario.door,
                 seed=scenario.seed,
                 mps_fill_percent=scenario.mps_fill,
                 goal=goal,
@@ -220,27 +219,16 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
 ) -> Result:
     record = Path(machine.scenario.record) if machine.scenario.record is not None else None
     with Progress(_devices_of(hosts)) as progress:
-        if machine.engine is not None:
-            result = run_engine(
-                hosts,
-                trace,
-                machine.engine,
-                terms=machine.terms,
-                record=record,
-                progress=progress.counter("sessions"),
-                placing=progress.counter("jobs of the engine"),
-            )
-        else:
-            result = run_hosts(
-                hosts,
-                trace,
-                Door(hosts, trace, machine.rule, machine.scenario.seed),
-                record=record,
-                goal=goal,
-                progress=progress.counter("sessions"),
-                meter=meter,
-                revocation=revocation,
-            )
+        result = run_hosts(
+            hosts,
+            trace,
+            Door(hosts, trace, machine.scenario.door, machine.scenario.seed),
+            record=record,
+            goal=goal,
+            progress=progress.counter("sessions"),
+            meter=meter,
+            revocation=revocation,
+        )
     result.wall_s = progress.seconds
     return result
 

@@ -9,8 +9,6 @@ from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms
-from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.metering import Metering, Power, RunMeter
@@ -42,15 +40,6 @@ class MachineOptions:
         self.several = scenario.hosts is not None  # --hosts was given
         if scenario.hosts is not None:
             self.shapes = _hosts(scenario.hosts, scenario.gpus_per_host)
-        self.engine = EngineDoor(scenario.door) if scenario.has_engine else None
-        self.rule = DoorRule(scenario.door) if self.engine is None else DoorRule.FIT
-
-    @property
-    def terms(self) -> WaitTerms:
-        if self.settings is None:
-            return WaitTerms()
-        pool = self.settings.first_pool
-        return WaitTerms(target_ms=pool.wait_target, bound_milli=pool.wait_bound)
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
         shapes = self.shapes

@@ -10,7 +10,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Self, get_type_hints
+from typing import Annotated, Any, Final, Literal, Self, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,13 +18,11 @@ from msgspec import Meta
 from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT
-from fractional_gpu.simulator.cluster import EngineDoor
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
 from fractional_gpu.simulator.revocation import PUBLISHED
 
 MOST_IN_A_HOST: Final = 16  # GPUs; no host on the market has more
-_DOORS: Final = tuple(rule.value for rule in (*DoorRule, *EngineDoor))
 _LONGEST: Final = {"lunch": ("4h", 4 * 3_600_000), "revoke_notice": ("1h", 3_600_000)}
 
 
@@ -87,7 +85,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     devices: Annotated[str, _help("the GPUs of one host")] = "8x80GiB"
     hosts: Annotated[str | None, _help("several hosts: '4x(8x80GiB),2x(4x40GiB)'; to search '?x(8x80GiB)'")] = None
     gpus_per_host: Annotated[Count, _help("the most GPUs in one host of `hosts`")] = MOST_IN_A_HOST
-    door: Annotated[str, _help("how a session gets a host when it opens: " + ", ".join(_DOORS))] = DoorRule.FIT.value
+    door: Annotated[DoorRule, _help("how a session gets a host when it opens: " + ", ".join(DoorRule))] = DoorRule.FIT
     policy: Annotated[str | None, _help("a broker's configuration file")] = None
     host_memory: Annotated[
         Size | None, _help("each host's memory for suspended state (default: the policy's, or 1TiB)")
@@ -129,7 +127,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     revoke: Annotated[
         str | None, _help("lifetimes of transient servers: " + ", ".join(PUBLISHED) + ", or KIND/REGION")
     ] = None
-    revoke_what: Annotated[str, _help("what goes away: devices, or hosts")] = "devices"
+    revoke_what: Annotated[Literal["devices", "hosts"], _help("what goes away: devices, or hosts")] = "devices"
     revoke_notice: Annotated[Duration, _help("length of the notice, at most 1h")] = Duration.of("30s")
     revoke_replace: Annotated[Duration, _help("time until a replacement arrives")] = Duration.of("87s")
 
@@ -148,10 +146,6 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
             failed_swaps_percent=self.failed_swaps,
             urgent_percent=self.urgent_users,
         )
-
-    @property
-    def has_engine(self) -> bool:
-        return self.door in set(EngineDoor)
 
     def command(self) -> str:
         values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
@@ -252,12 +246,9 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
             raise UsageError(f"{_said(name, given)} is too long; use at most {longest}")
     if scenario.foresight is not None and not scenario.foresight:
         raise UsageError(f"{_said('foresight', given)} is not valid; use a time above 0, such as 20s")
-    for name, allowed in (("door", _DOORS), ("revoke_what", ("devices", "hosts"))):
-        if getattr(scenario, name) not in allowed:
-            raise UsageError(f"{_said(name, given)} is not valid; choose one of: {', '.join(allowed)}")
     if unknown := [name for name in scenario.baselines if name not in BASELINES]:
         raise UsageError(f"unknown baseline {unknown[0]!r}; choose from: {', '.join(BASELINES)}")
-    _check_hosts(scenario, given)
+    _check_hosts(scenario)
 
 
 def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
@@ -275,17 +266,7 @@ def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_hosts(scenario: Scenario, given: Mapping[str, Any]) -> None:
-    if scenario.has_engine:
-        if scenario.hosts is None:
-            raise UsageError(
-                f"{_said('door', given)} needs several hosts, such as --hosts '4x(8x80GiB)': an engine chooses among them"
-            )
-        for name in ("find_devices", "usage", "meter", "revoke"):
-            if name in given:
-                raise UsageError(
-                    f"{_said('door', given)} and {name} cannot be combined: jobs wait in the engine's queue"
-                )
+def _check_hosts(scenario: Scenario) -> None:
     if scenario.hosts is not None and scenario.hosts.strip().startswith("?") != scenario.find_devices:
         instead = (
             "use '?x(8x80GiB)'"

@@ -1,19 +1,17 @@
 """Hosts behind an engine: how long jobs queue, that nothing is lost, and what each node's forecast gives away."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from fractional_gpu.commands.main import main
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.cluster import AGENT_MS, EngineDoor, Node, Queue, WaitTerms, later, run_engine
 from fractional_gpu.simulator.hosts import Leases
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.traces import Cell, Session
+from tests.benchmarks.engine_queue import AGENT_MS, EngineDoor, Node, Queue, WaitTerms, later, run_engine
 from tests.simulator.loads import ONE_GPU
 
 HOUR = 3_600_000
@@ -106,18 +104,3 @@ def test_every_session_runs_to_its_end_behind_each_door(door: EngineDoor) -> Non
     assert (result.name, result.lost, result.sessions) == (door.value, 0, len(trace))
     assert len(result.doors.ordered) == len(trace)
     assert result.waits.ordered
-
-
-def test_the_command_has_the_doors_and_says_what_does_not_go_with_them(capsys: pytest.CaptureFixture[str]) -> None:
-    doors = ("--set", "several_gpus=0", "--set", "door=engine-count")
-    asked = ["simulate", "--users", "5", "--hosts", "2x(1x80GiB)", *doors]
-    assert main([*asked, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["door_wait_s"]["p50"] == 0
-    for more, says in (
-        (["--find-devices", "--hosts", "?x(1x80GiB)"], "door=engine-count and find_devices cannot be combined"),
-        (["--set", "meter=true"], "door=engine-count and meter cannot be combined"),
-    ):
-        assert main([*asked, *more]) == 2
-        assert says in capsys.readouterr().err
-    assert main(["simulate", "--users", "5", "--set", "door=engine-whole"]) == 2
-    assert "door=engine-whole needs several hosts" in capsys.readouterr().err

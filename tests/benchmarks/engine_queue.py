@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 
 from fractional_gpu.core.model import LeaseSpec
 from fractional_gpu.core.seat_packing import (
@@ -29,7 +28,7 @@ from fractional_gpu.simulator.experience import Spread
 from fractional_gpu.simulator.hosts import Door, Leases, Moments
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.simulation import Progress, run
+from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
 
 WAIT_TARGET_MS = 30_000
@@ -147,14 +146,12 @@ def later(session: Session, by_ms: int) -> Session:
 class Queue:
     """The engine's books and its queue over time, after a run.
 
-    `hosts` has each session's host (-1: no count is ever enough), and `waited_ms` how long the session waited. `progress` gets the number
-    of ended sessions and the total. Raises SimulationError for a session that no host can serve.
+    `hosts` has each session's host (-1: no count is ever enough), and `waited_ms` how long the session waited. Raises SimulationError for
+    a session that no host can serve.
     """
 
-    def __init__(
-        self, hosts: Sequence[Host], trace: Sequence[Session], terms: WaitTerms, progress: Progress | None = None
-    ) -> None:
-        self._trace, self._progress = trace, progress
+    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], terms: WaitTerms) -> None:
+        self._trace = trace
         self._leases = Leases(hosts, trace)
         self._nodes = [Node(host, terms) for host in hosts]
         self._moments = Moments()
@@ -162,7 +159,7 @@ class Queue:
         self._due = [False] * len(hosts)  # whether a count is about to be written
         self._waiting: list[int] = []
         self._looking = False
-        self._open = self._ended = 0
+        self._open = 0
         self.hosts, self.waited_ms = array("q", [-1]) * len(trace), array("q", [0]) * len(trace)
 
     def run(self) -> None:
@@ -203,9 +200,6 @@ class Queue:
     def _ends(self, host: int, session_id: str) -> None:
         self._nodes[host].unseat(session_id)
         self._open -= 1
-        self._ended += 1
-        if self._progress is not None:
-            self._progress(self._ended, len(self._trace))
         self._write_soon(host)
 
     def _write_soon(self, host: int) -> None:
@@ -254,30 +248,24 @@ def run_engine(
     door: EngineDoor,
     *,
     terms: WaitTerms | None = None,
-    record: Path | None = None,
-    progress: Progress | None = None,
-    placing: Progress | None = None,
 ) -> Result:
     """Run the trace behind the engine; the result's `doors` are the waits in its queue.
 
-    `terms`: the pool's, for the counts. `record` is a file. `progress` gets the number of ended sessions and the total; `placing` the
-    number that the engine saw end. Raises SimulationError for a session that no host can serve, or that no count ever admits.
+    `terms`: the pool's, for the counts. Raises SimulationError for a session that no host can serve, or that no count ever admits.
     """
     if door in _BASELINES:
-        result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)
+        result = run_baseline(_BASELINES[door], hosts, trace)
         result.name = door.value
         return result
-    queue = Queue(hosts, trace, terms if terms is not None else WaitTerms(), placing)
+    queue = Queue(hosts, trace, terms if terms is not None else WaitTerms())
     queue.run()
     for session, host in zip(trace, queue.hosts, strict=True):
         if host < 0:
             raise SimulationError(
                 f"session {session.session_id!r} never begins: no node's count is ever enough for what it asks for; simulate larger "
-                "hosts, a wider wait_bound (--policy), or leave such sessions out"
+                "hosts, a wider wait_bound, or leave such sessions out"
             )
     begun = [later(session, waited) for session, waited in zip(trace, queue.waited_ms, strict=True)]
-    result = run(
-        hosts, begun, AssignedHosts(hosts, begun, queue.hosts), name=door.value, record=record, progress=progress
-    )
+    result = simulate(hosts, begun, name=door.value, door=AssignedHosts(hosts, begun, queue.hosts))
     result.doors = Spread.of(queue.waited_ms)
     return result
