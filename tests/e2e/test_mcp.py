@@ -1,65 +1,32 @@
 """An agent uses GPUs through the MCP server of a real Jupyter server."""
 
 import json
-import os
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.support.paths import MCP_AGENT
-from tests.support.world import Server, World, new_world, until
+from tests.support.agents import Agent, connected, mcp_server, mcp_world
+from tests.support.world import Server, World, until
 
 pytestmark = pytest.mark.promise("agents")
-
-# Of the MCP server, which must not be in every test's Jupyter server.
-PACKAGES = sysconfig.get_path("purelib", vars={"base": f"{sys.prefix}/mcp"})
-
-
-class Agent:
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-        self.tools: dict[str, Any] = {one["name"]: one for one in self._heard()}
-
-    def call(self, tool: str, **arguments: object) -> Any:  # noqa: ANN401 - JSON
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"tool": tool, "arguments": arguments}) + "\n")
-        self._process.stdin.flush()
-        answer = self._heard()
-        return json.loads(answer["error"]) if "error" in answer else answer
-
-    def _heard(self) -> Any:  # noqa: ANN401 - JSON
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with new_world() as world:
-        world.environment["PYTHONPATH"] += os.pathsep + PACKAGES
+    with mcp_world() as world:
         yield world
 
 
 @pytest.fixture
 def server(world: World) -> Iterator[Server]:
-    with Server(world, "--MCPExtensionApp.mcp_port=0", extensions={"jupyter_server_mcp": True}) as server:
+    with mcp_server(world) as server:
         yield server
 
 
 @pytest.fixture
-def agent(world: World, server: Server) -> Iterator[Agent]:
-    info = world.folder / "run" / f"jpserver-mcp-{server.process.pid}.json"
-    until(info.exists, "the MCP server writes its address")
-    argv = [sys.executable, "-P", MCP_AGENT, json.loads(info.read_text())["url"]]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(argv, env=world.environment, text=True, **pipes) as process:  # type: ignore[call-overload]
-        try:
-            yield Agent(process)
-        finally:
-            process.kill()
+def agent(server: Server) -> Iterator[Agent]:
+    with connected(server) as agent:
+        yield agent
 
 
 def test_tools_say_what_they_only_read_and_what_they_answer(agent: Agent) -> None:
@@ -127,3 +94,13 @@ def test_a_wait_ends_at_its_deadline_and_says_what_is_in_the_way(world: World, s
     go.touch()
     first.wait(running)
     assert agent.call("gpu_wait", lease_id=lease_id)["lease"]["state"] == "resident"
+
+
+def test_many_waits_leave_the_server_its_threads_and_end_with_it(world: World, server: Server, agent: Agent) -> None:
+    world.start_broker()
+    agent.call("gpu_reserve", memory_mib=1000)
+    waits = [agent.begin("gpu_reserve", memory_mib=30, wait_s=3600) for _ in range(45)]
+    until(lambda: len(agent.call("gpu_status")["leases"]) == 1 + len(waits), "all wait")
+    assert server.request("GET", "api/contents")["type"] == "directory"
+    server.stop()
+    until(lambda: not world.status().leases, "all have ended")

@@ -5,13 +5,15 @@ what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all too
 server, and what they reserve ends with it.
 """
 
+import asyncio
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec
 
 import msgspec
@@ -51,7 +53,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     budgets: list[accounts.BudgetStatus]
 
 
-TOOLS: dict[str, tuple[Callable[..., Answer], type[msgspec.Struct], bool]] = {}
+TOOLS: dict[str, tuple[Callable[..., Any], type[msgspec.Struct], bool]] = {}
 """By name: the function, what it returns, and whether it only reads."""
 
 
@@ -75,6 +77,27 @@ def tool(
     return register
 
 
+def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awaitable[Answer]]:
+    """Run a tool that waits in a separate thread: the server has few of its own, and its end does not wait for this one."""
+
+    @wraps(function)
+    async def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:
+        answer: Future[Answer] = Future()
+        answer.set_running_or_notify_cancel()
+        threading.Thread(target=_run, args=(answer, partial(function, *args, **kwargs)), daemon=True).start()
+        return await asyncio.wrap_future(answer)
+
+    TOOLS[function.__name__] = call, *TOOLS[function.__name__][1:]
+    return call
+
+
+def _run(answer: Future[Answer], call: Callable[[], Answer]) -> None:
+    try:
+        answer.set_result(call())
+    except Exception as error:  # noqa: BLE001 - raised again where the answer is awaited
+        answer.set_exception(error)
+
+
 def _failure() -> type[Exception]:
     """Return the exception whose text agents see: servers hide that of others."""
     from fastmcp.exceptions import ToolError  # noqa: PLC0415 - of a package that only agents' servers have
@@ -95,6 +118,7 @@ def gpu_status() -> status.HostStatus:
         return client.status(fresh=True)
 
 
+@waiting
 @tool(Reservation)
 def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: str = "") -> Reservation:
     """Reserve GPU memory for programs that you start yourself, waiting up to `wait_s` seconds for room. Release it when you are done.
@@ -114,6 +138,7 @@ def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: st
     )
 
 
+@waiting
 @tool(status.LeaseStatus)
 def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
     """Bring a suspended kernel back to its GPU, waiting up to `wait_s` seconds. Fails with `no-room` if it is not there in time."""
@@ -128,6 +153,7 @@ def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
 
     with _client() as client:
         timer = threading.Timer(min(max(wait_s, 0), _LONGEST_WAIT_S), give_up)
+        timer.daemon = True  # the end of the server does not wait for it
         timer.start()
         try:
             return client.resume(lease_id)
@@ -150,6 +176,7 @@ def gpu_release(lease_id: str) -> messages.Done:
     return messages.Done()
 
 
+@waiting
 @tool(status.LeaseStatus)
 def gpu_resize(lease_id: str, memory_mib: int, wait_s: int = 60) -> status.LeaseStatus:
     """Change how much GPU memory a kernel may use, keeping its variables. It fails if what the kernel uses does not fit."""
