@@ -221,7 +221,7 @@ def test_a_link_is_not_followed(root: Path, tmp_path: Path, capsys: pytest.Captu
     at(root, path).symlink_to(target)
     before = tree_of(root)
     assert set_up(root) == 1
-    assert f"{at(root, path)} cannot be read" in capsys.readouterr().err
+    assert f"{at(root, path)} cannot be changed" in capsys.readouterr().err
     assert tree_of(root) == before
     assert target.read_text() == "c.GPUBroker.pools = {'default': {}}\n"
 

@@ -1,6 +1,6 @@
 """`jupyter gpu setup-machine`: one broker, environment and set of kernels for all users of a workstation.
 
-Everything is checked and planned, then recorded, then done. The record has the digests of what we wrote: after a kill at any moment, the
+Everything is checked and planned, then done. The record has the digests of what we write, before we do: after a kill at any moment, the
 next run or `--undo` finishes. A file with other content is someone's: it is neither replaced nor removed.
 """
 
@@ -86,11 +86,11 @@ def run(options: argparse.Namespace) -> int:
     os.umask(0o022)
     if os.geteuid() != 0 and options.root == _ROOT:
         raise CommandError("only root can set up a machine: use sudo")
-    return (_undo if options.undo else _set_up)(options, Machine(options.root.absolute()))
+    with file_errors("changed", options.root):
+        return (_undo if options.undo else _set_up)(options, Machine(options.root.absolute()))
 
 
 Step = tuple[str, Callable[[], object] | None]  # what it does, in words; None: cannot be done here
-Planned = dict[Path, bytes | None]  # the next content of each path that changes; None: no file
 
 
 class Record(msgspec.Struct):
@@ -126,40 +126,37 @@ class Machine:
 
     def read(self, path: Path) -> bytes | None:
         self.check_place(path)
-        real = self.real(path)
-        if not os.path.lexists(real):
-            return None
-        flags, advice = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, ": move it away, or make it a regular file"
-        with file_errors("read", real, advice), os.fdopen(os.open(real, flags), "rb") as file:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(FileNotFoundError), os.fdopen(os.open(self.real(path), flags), "rb") as file:
             return file.read()
+        return None
 
-    def put(self, path: Path, content: bytes | None) -> None:
-        real = self.real(path)
-        with file_errors("written", real):
-            if content is None:
-                real.unlink(missing_ok=True)
-                return
-            real.parent.mkdir(parents=True, exist_ok=True)
-            mode = 0o755 if path == PROGRAM else 0o644
-            replace_file(real, content, prepare=lambda file: os.fchmod(file, mode))
+    def write(self, path: Path, content: bytes) -> None:
+        self.record.files.setdefault(str(path), set()).add(_digest(content))
+        self.record.folders += [str(one) for one in reversed(path.parents) if not self.real(one).exists()]
+        self.save()
+        self.real(path).parent.mkdir(parents=True, exist_ok=True)
+        mode = 0o755 if path == PROGRAM else 0o644
+        replace_file(self.real(path), content, prepare=lambda file: os.fchmod(file, mode))
 
-    def plan(self, wanted: Mapping[Path, bytes]) -> tuple[Planned, list[Path]]:
-        """Return what differs from `wanted` and is ours to change, and the files that are not: they have others' content."""
-        planned: Planned = {}
+    def save(self) -> None:
+        replace_file(self.real(RECORD), msgspec.json.encode(self.record, order="deterministic"))
+
+    def plan(self, wanted: Mapping[Path, bytes]) -> tuple[list[Step], list[Path]]:
+        """Return the steps to the files that are `wanted`, without others of ours, and the files that have others' content."""
+        steps: list[Step] = []
         strange = []
         for path, content in {**dict.fromkeys(map(Path, self.record.files)), **wanted}.items():
-            now = self.read(path)
-            if now not in (None, content) and _digest(now) not in self.record.files.get(str(path), ()):
-                strange.append(path)
-            elif now != content:
-                planned[path] = content
-        return planned, strange
-
-    def steps(self, planned: Planned) -> Iterator[Step]:
-        """Yield a step for each file. The first line of its text names the file, and the others are its content."""
-        for path, content in planned.items():
-            text = f"remove {self.real(path)}" if content is None else f"write {self.real(path)}\n{content.decode()}"
-            yield text, partial(self.put, path, content)
+            now, real = self.read(path), self.real(path)
+            if now == content:
+                continue
+            if now is not None and _digest(now) not in self.record.files.get(str(path), ()):
+                strange.append(real)
+            elif content is None:
+                steps.append((f"remove {real}", real.unlink))
+            else:
+                steps.append((f"write {real}\n{content.decode()}", partial(self.write, path, content)))
+        return steps, strange
 
     def has_group(self, name: str) -> bool:
         return self.is_here and name in [one.gr_name for one in grp.getgrall()]
@@ -170,25 +167,17 @@ class Machine:
             return f"not run here: {text}", None
         return f"run {text}", partial(_run, words)
 
-    def do(self, planned: Planned, steps: list[Step], *, dry: bool) -> bool:
-        """Record the changes and do the steps, or only print them. Return whether everything was done."""
+    def do(self, steps: list[Step], *, dry: bool) -> bool:
+        """Do the steps, or only print them. Return whether everything was done. The record is ahead of what is done."""
         if not dry:
-            for path, content in planned.items():
-                self.record.files.setdefault(str(path), set()).update([] if content is None else [_digest(content)])
-                missing = [str(one) for one in reversed(path.parents) if not self.real(one).exists()]
-                self.record.folders += [one for one in missing if one not in self.record.folders]
             self.save()
         for text, act in steps:
             reach("setup-machine")
             if act is not None and not dry:
-                with file_errors("changed", text):
-                    act()
+                act()
             say(text if dry else text.partition("\n")[0])
         reach("setup-machine")
         return not dry and all(act is not None for _, act in steps)
-
-    def save(self) -> None:
-        self.put(RECORD, msgspec.json.encode(self.record, order="deterministic"))
 
 
 def _digest(content: bytes) -> str:
@@ -197,10 +186,9 @@ def _digest(content: bytes) -> str:
 
 def _run(words: tuple[str, ...]) -> None:
     try:
-        subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "output", b"").decode(errors="replace")[-1000:] or error
-        raise CommandError(f"`{' '.join(words)}` failed: {said}; fix that and run this again, or --undo") from None
+        raise CommandError(f"{error}; fix that and run this again, or --undo") from None
 
 
 def _set_up(options: argparse.Namespace, machine: Machine) -> int:
@@ -209,22 +197,20 @@ def _set_up(options: argparse.Namespace, machine: Machine) -> int:
     settings, wanted = _configuration(options, machine)
     wanted |= {path: service_file(path, str(_ENVIRONMENT)).encode() for path in (PROGRAM, PROFILE, UNIT)}
     wanted |= _kernelspecs(settings)
-    planned, strange = machine.plan(wanted)
+    files, strange = machine.plan(wanted)
     if strange:
-        named = ", ".join(str(machine.real(path)) for path in strange)
-        raise CommandError(f"others wrote {named}, so nothing was changed: move it away")
+        raise CommandError(f"others wrote {', '.join(map(str, strange))}, so nothing was changed: move it away")
     if (group := settings.admin_group) and not machine.has_group(group):
         steps.append(machine.command("groupadd", "--system", group))
         record.groups.add(group)
-    steps += machine.steps(planned)
+    steps += files
     if not steps and not record.is_unfinished:
         print("Nothing to change: the machine is set up.")
         return 0
     for words in (["daemon-reload"], ["enable", UNIT.name], ["restart", UNIT.name]):
         steps.append(machine.command("systemctl", *words))
     record.is_unfinished = True
-    if machine.do(planned, steps, dry=options.dry_run):
-        record.files = {path: digests for path, digests in record.files.items() if Path(path) in wanted}
+    if machine.do(steps, dry=options.dry_run):
         record.is_unfinished = False
         machine.save()
         print("The machine is set up; `jupyter-gpu doctor` checks it.")
@@ -238,27 +224,25 @@ def _undo(options: argparse.Namespace, machine: Machine) -> int:
     if record == Record():
         print("Nothing to undo.")
         return 0
-    planned, strange = machine.plan({})
-    steps = []
-    if UNIT in planned:
-        steps.append(machine.command("systemctl", "disable", "--now", UNIT.name))
+    files, strange = machine.plan({})
+    steps = [machine.command("systemctl", "disable", "--now", UNIT.name)] if machine.read(UNIT) is not None else []
     if machine.is_here:
         check_no_leases([SYSTEM_SOCKET])
         steps.append(("end the broker", _end_broker))
-    steps += [*machine.steps(planned), machine.command("systemctl", "daemon-reload")]
+    steps += [*files, machine.command("systemctl", "daemon-reload")]
     steps += [machine.command("groupdel", group) for group in sorted(record.groups) if machine.has_group(group)]
     # The environment is the last: this command may run from it.
     for tree in [Path(SYSTEM_SOCKET).parent] * machine.is_here + [_ENVIRONMENT] * record.made_environment:
         if machine.real(tree).exists():
             machine.check_place(tree)
             steps.append((f"remove {machine.real(tree)}", partial(shutil.rmtree, machine.real(tree))))
-    machine.do(planned, steps, dry=options.dry_run)
+    machine.do(steps, dry=options.dry_run)
     if not options.dry_run:
         for folder in reversed(record.folders):
             with suppress(OSError):  # others put something there
                 machine.real(Path(folder)).rmdir()
-        machine.put(RECORD, None)
-        kept = ", ".join(str(one) for one in map(machine.real, [*strange, STATE]) if one.exists())
+        machine.real(RECORD).unlink()
+        kept = ", ".join(str(one) for one in [*strange, machine.real(STATE)] if one.exists())
         print(f"Undone. These stay until you remove them: {kept}" if kept else "The machine is as it was.")
     return 0
 
