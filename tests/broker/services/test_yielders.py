@@ -107,6 +107,9 @@ class Desk:
         story = self.live.broker.writer.ledger.story(name)
         return [line.sentence for line in story if line.reason == "wait.asked-server"]
 
+    def said(self, kernel: Kernel) -> str:
+        return "; ".join(said for one in self.live.broker.asked_servers if (said := one(kernel)))
+
     def yielder(self, entry: str, *, everyone: bool = False) -> Yielder:
         (server,) = parse_yielders([entry])
         return Yielder(self.live.broker, server, everyone=everyone, refresh=self.refresh)
@@ -130,10 +133,6 @@ def look(desk: Desk, server: StubServer, *, everyone: bool = False) -> Yielder:
     asks = desk.yielder(f"{server.kind}=http://localhost:{server.port}", everyone=everyone)
     desk.live.on_loop(asks.look)
     return asks
-
-
-def said(kernel: Kernel) -> str:
-    return "; ".join(filter(None, kernel.asked_servers.values()))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_each_server_is_asked_in_its_way_and_the_kernel_begins_at_once(
         assert server.asked == requests
     assert (desk.state(kernel), desk.looks) == (LeaseState.RESIDENT, 1)
     assert desk.told("a") == [sentence]
-    assert said(kernel) == "", "it waits no longer"
+    assert desk.said(kernel) == "", "it waits no longer"
     assert f"{sentence} (it loses {SERVERS[kind].loses})" in caplog.messages
 
 
@@ -185,7 +184,7 @@ def test_a_server_that_lies_is_asked_again_after_a_while_and_the_kernel_waits(
         asks._next_s = 0.0
         desk.live.on_loop(asks.look)
         assert server.asked == [*UNLOAD, UNLOAD[0]]
-    assert said(kernel) == "asked Ollama to unload its models, but it says that nothing is loaded"
+    assert desk.said(kernel) == "asked Ollama to unload its models, but it says that nothing is loaded"
     assert desk.state(kernel) is LeaseState.NO_CONTEXT
 
 
@@ -196,7 +195,7 @@ def test_twenty_waiting_cells_ask_once(desk: Desk) -> None:
         for _ in range(20):
             desk.live.on_loop(asks.look)
         assert server.asked == UNLOAD
-    assert set(map(said, kernels)) == {"asked Ollama to unload its models"}
+    assert set(map(desk.said, kernels)) == {"asked Ollama to unload its models"}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_a_server_that_misbehaves_costs_little_and_nothing_else(
         look(desk, server)
         assert time.monotonic() - began_s < 2
         assert server.asked == UNLOAD[:1], "and a redirect is not followed"
-    assert said(kernel) == f"asked Ollama to unload its models, but {outcome}"
+    assert desk.said(kernel) == f"asked Ollama to unload its models, but {outcome}"
     assert desk.live.is_alive()
 
 
@@ -237,7 +236,7 @@ def test_a_port_that_refuses_is_not_asked(desk: Desk) -> None:
     with stub(desk) as server:
         pass
     look(desk, server)
-    assert (server.asked, said(kernel), desk.looks) == ([], "", 0)
+    assert (server.asked, desk.said(kernel), desk.looks) == ([], "", 0)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::", "::1"])  # noqa: S104 - a server may listen on all addresses
@@ -261,7 +260,7 @@ def test_another_users_server_is_asked_only_if_the_administrator_says_so(desk: D
     kernel = desk.kernel("a", OTHER)
     with stub(desk) as server:
         look(desk, server)
-        assert (server.asked, said(kernel)) == ([], "")
+        assert (server.asked, desk.said(kernel)) == ([], "")
         look(desk, server, everyone=True)
         assert server.asked == UNLOAD
     assert desk.told("a") == ["asked Ollama to unload its models"]
@@ -361,7 +360,7 @@ def test_vllm_that_its_user_woke_or_put_to_sleep_is_left_alone(desk: Desk, monke
         server.loaded = False
         kernel = desk.kernel("a")
         asks = look(desk, server)
-        assert said(kernel) == "asked vLLM to sleep, but it says that nothing is loaded"
+        assert desk.said(kernel) == "asked vLLM to sleep, but it says that nothing is loaded"
         desk.on_loop(lambda: desk.live.broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id="a")))
         desk.hold(0)
         desk.live.on_loop(asks.look)
@@ -375,7 +374,7 @@ def test_what_does_not_wait_for_strangers_asks_for_nothing(desk: Desk) -> None:
     desk.on_loop(lambda: desk.live.broker.dispatch(Unwanted(at_ms=now_ms(), lease_id="a")))
     assert arbiter.stranger_devices("a") == []
     assert arbiter.stranger_devices("unknown") == []
-    assert said(kernel) == ""
+    assert desk.said(kernel) == ""
 
 
 def test_servers_on_other_addresses_and_unknown_ones_are_refused() -> None:
@@ -400,20 +399,19 @@ def test_a_kernel_that_begins_to_wait_soon_after_is_told_too_and_all_servers_are
             desk.live.on_loop(one.look)
         assert (ollama.asked, comfyui.asked) == (UNLOAD, FREE)
     sentences = ["asked Ollama to unload its models", "asked ComfyUI to unload its models"]
-    assert said(later) == "; ".join(sentences)
-    assert desk.told("b") == sentences, "once"
+    assert desk.said(later) == "; ".join(sentences)
+    assert desk.told("a") == sentences, "once"
 
 
 def test_what_was_asked_is_told_until_the_server_has_released_most_of_it(desk: Desk) -> None:
     kernel = desk.kernel("a")
     desk.hold(1000)
     with stub(desk, fault="lie") as server:
-        asks = look(desk, server)
+        look(desk, server)
         for held_mib, sentence in ((850, "asked Ollama to unload its models"), (400, "")):
             desk.held_mib = held_mib
             desk.live.on_loop(desk.refresh)
-            asks._tell()
-            assert said(kernel) == sentence
+            assert desk.said(kernel) == sentence
     assert server.asked == UNLOAD
 
 

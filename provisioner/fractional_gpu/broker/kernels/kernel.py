@@ -160,9 +160,6 @@ class Kernel:
     unsaveable: str = ""  # its extension's sentence on why its process cannot be checkpointed
     unheard: str = ""  # why the broker cannot listen to its messages, a sentence; empty: it can
     stopped: str = ""  # a sentence: its process is stopped, and what to do; empty: it runs
-    asked_servers: dict[str, str] = field(
-        default_factory=dict
-    )  # while it waits: what model servers were asked, sentences
     launch: Launch = field(default_factory=Launch)
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
     ending: Ending = field(default_factory=Ending)

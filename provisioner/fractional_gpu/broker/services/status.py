@@ -54,7 +54,7 @@ def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
     if ticket is None:
         return view.reason, view.sentence, None
     kernel = broker.kernels.get(view.spec.lease_id)
-    asked = "".join(f"; {said}" for said in kernel.asked_servers.values() if said) if kernel is not None else ""
+    asked = "" if kernel is None else "".join(f"; {said}" for one in broker.asked_servers if (said := one(kernel)))
     sentence = _name_strangers(broker, view, ticket.sentence) if ticket.reason == "wait.stranger" else ticket.sentence
     return ticket.reason, f"{sentence}{asked}", ticket.expected
 

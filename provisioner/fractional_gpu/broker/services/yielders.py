@@ -65,6 +65,7 @@ class Yielder:
         self._uids: set[int] = set()  # its owners
         self._held: Held = {}  # when it was asked
         self._released: Held = {}  # what it had before its sleep
+        broker.asked_servers.append(self.asked)
 
     async def run(self) -> None:
         while True:
@@ -78,29 +79,19 @@ class Yielder:
 
     async def look(self) -> None:
         """Ask for memory for the kernels that wait now, or wake the server. A cancelled request may already have been sent."""
-        if self._tell() and time.monotonic() >= self._next_s:
+        if time.monotonic() >= self._next_s and any(
+            self._broker.arbiter.stranger_devices(one) for one in self._broker.kernels
+        ):
+            self._next_s = time.monotonic() + _PERIOD_S
             await self._ask()
-            for _ in range(_LOOKS if self._asked else 0):
-                if self._tell():
-                    await self._refresh()
         if self._released:
             await self._wake()
 
-    def _tell(self) -> bool:
-        """Tell kernels what was asked for them, until the server has released most of it. Return whether a kernel waits for memory."""
+    def asked(self, kernel: Kernel) -> str:
+        """Return what was asked for the waiting kernel, until the server has released most of it: a sentence, or nothing."""
         uses = {device_id: self._use(self._held, device_id) for device_id in self._held}
         there = {device_id for device_id, (before_mib, now_mib) in uses.items() if now_mib > before_mib / 2}
-        waits = False
-        for kernel in self._broker.kernels.values():
-            device_ids = self._broker.arbiter.stranger_devices(kernel.lease_id)
-            waits = waits or bool(device_ids)
-            asked = self._asked if self._may_ask(kernel, there) else ""
-            if asked != kernel.asked_servers.get(self._server.title, ""):
-                kernel.asked_servers[self._server.title] = asked
-                if asked:
-                    self._broker.record_line(kernel.lease_id, "wait.asked-server", asked)
-                kernel.notify()
-        return waits
+        return self._asked if self._may_ask(kernel, there) else ""
 
     def _use(self, held: Held, device_id: str) -> tuple[int, int]:
         """Return what these processes used of the device, and what they use now, MiB."""
@@ -115,9 +106,8 @@ class Yielder:
         return (self._everyone or is_own) and not set(device_ids).isdisjoint(arbiter.stranger_devices(kernel.lease_id))
 
     async def _ask(self) -> None:
-        """Ask the server if it may be asked for one of the kernels."""
-        server, strangers = self._server, dict(self._broker.enforcement.strangers)
-        self._next_s, self._asked = time.monotonic() + _PERIOD_S, ""
+        """Ask the server if it may be asked for one of the kernels, tell them, and look for what it releases."""
+        server, strangers, self._asked = self._server, dict(self._broker.enforcement.strangers), ""
         self._uids, self._held = await asyncio.to_thread(_holdings, server, strangers)
         if not any(self._may_ask(kernel, self._held) for kernel in self._broker.kernels.values()):
             return
@@ -136,6 +126,13 @@ class Yielder:
             but = f", but it has not answered within {_TIMEOUT_S:g} s"
         self._asked = f"asked {server.title} to {'sleep' if server.wake else 'unload its models'}{but}"
         log.info("%s (it loses %s)", self._asked, server.loses)
+        told = [kernel for kernel in self._broker.kernels.values() if self.asked(kernel)]
+        for kernel in told:
+            self._broker.record_line(kernel.lease_id, "wait.asked-server", self._asked)
+            kernel.notify()
+        for _ in range(_LOOKS):
+            if any(map(self.asked, told)):
+                await self._refresh()
 
     async def _wake(self) -> None:
         """Wake the server once no kernel waits for its devices, and what it released fits on them."""
