@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.simulation.machine import (
-    MOST_DEVICES,
-    MachineOptions,
-    check_pools,
-    read_meter,
-    read_revocation,
-)
+from fractional_gpu.commands.simulation.machine import MOST_DEVICES, MachineOptions, check_pools, read_meter
 from fractional_gpu.commands.simulation.scenario import (
     MOST_IN_A_HOST,
     USUAL_P95_WAIT,
@@ -26,13 +20,7 @@ from fractional_gpu.commands.simulation.scenario import (
 )
 from fractional_gpu.commands.simulation.scenario import configure as configure_scenario
 from fractional_gpu.commands.simulation.sessions import read_history, read_trace, recorded_waits
-from fractional_gpu.commands.simulation.tables import (
-    compared,
-    compared_text,
-    revocation_text,
-    usage_figures,
-    usage_table,
-)
+from fractional_gpu.commands.simulation.tables import compared, compared_text, usage_figures, usage_table
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, fitted, line, say, table, terminal_width, write
 from fractional_gpu.config import ConfigError
@@ -46,7 +34,6 @@ from fractional_gpu.simulator.metering import RunMeter, write_usage
 from fractional_gpu.simulator.picture import RunDescription, picture
 from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.revocation import Revocation
 from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
 from fractional_gpu.simulator.simulation import run as run_hosts
 from fractional_gpu.simulator.traces import Session, write_sessions
@@ -92,7 +79,7 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
     machine = MachineOptions(scenario)
     trace = read_trace(scenario)
     check_pools(scenario, trace)
-    meter, revocation = read_meter(scenario, machine), read_revocation(scenario)
+    meter = read_meter(scenario, machine)
     if scenario.write_trace is not None:
         sessions, cells = map(Path, scenario.write_trace)
         _writing(sessions, lambda: write_sessions(trace, sessions, cells))
@@ -104,7 +91,7 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
         result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, machine, goal))
         hosts = machine.hosts(result.hosts if machine.several else result.devices)
     else:
-        result = _simulate(hosts, trace, machine, None, meter, revocation)
+        result = _simulate(hosts, trace, machine, None, meter)
     baselines = [_baseline(name, trace, machine, hosts, goal) for name in dict.fromkeys(scenario.baselines)]
     if options.picture is not None:
         page = picture([result, *baselines], _about(scenario, trace, hosts))
@@ -128,8 +115,6 @@ def _print(
     recorded = recorded_waits(read_history(scenario.from_ledger)) if scenario.from_ledger is not None else None
     if as_json:
         shown = result.as_json() | ({"usage": usage} if usage else {})
-        if result.revocation is not None:
-            shown["revocation"] = result.revocation.as_json()
         if recorded is not None:
             shown["recorded"] = compared(recorded, result.waits)
         if baselines:
@@ -140,8 +125,6 @@ def _print(
     parts = [_table([result, *baselines], width)]
     if usage:
         parts.append(usage_table(usage, width))
-    if result.revocation is not None:
-        parts.append(revocation_text(result.revocation.as_json(), width))
     if recorded is not None:
         parts.append(fitted(compared_text(recorded, result.waits), width))
     first, *others = parts
@@ -209,13 +192,12 @@ def _start(name: str, trace: Sequence[Session], host: Host) -> int:
             return devices_for_cells(trace, host)
 
 
-def _simulate(  # noqa: PLR0917 - as the run that it starts
+def _simulate(
     hosts: Sequence[Host],
     trace: Sequence[Session],
     machine: MachineOptions,
     goal: Goal | None,
     meter: RunMeter | None = None,
-    revocation: Revocation | None = None,
 ) -> Result:
     record = Path(machine.scenario.record) if machine.scenario.record is not None else None
     with Progress(_devices_of(hosts)) as progress:
@@ -227,7 +209,6 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
             goal=goal,
             progress=progress.counter("sessions"),
             meter=meter,
-            revocation=revocation,
         )
     result.wall_s = progress.seconds
     return result

@@ -25,10 +25,7 @@ from fractional_gpu.core.effects import (
 from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
-    DeviceDrained,
-    DeviceLost,
     DeviceSeen,
-    DeviceUndrained,
     Event,
     Expected,
     HostMemoryNeeded,
@@ -48,7 +45,6 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
-from fractional_gpu.core.revoke import value_of
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.hosts import Moments
 from fractional_gpu.simulator.load import SIGN_MS
@@ -56,7 +52,6 @@ from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevi
 from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Accounts
-from fractional_gpu.simulator.revocation import Holder
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
@@ -97,9 +92,6 @@ class Kernel:
     ran_ms: int = 0  # how long the last cell ran in all until it was stopped
     swaps: int = 0
     resume_fails: bool = False  # the current resume
-    swap_ends_ms: int = 0  # when the current swap ends
-    worked_ms: int = 0  # how long its cells have run since its process began
-    life: int = 0  # how many processes came before this one
     early_mib: int = 0  # memory resumed before a cell asked for it, until one does
     overdue: int = 0  # how many of the goal's limits its cell's wait exceeds
     over: bool = False
@@ -440,7 +432,6 @@ class HostRun:
         stopped, ends = self.devices[kernel.device_ids[0]].finish(kernel.spec.lease_id, self.now_ms)
         kernel.running = None
         kernel.ran_ms += self.now_ms - kernel.began_ms
-        kernel.worked_ms += self.now_ms - kernel.began_ms
         self.accounts.running_gpus -= kernel.cell.gpus
         self._plan(ends)
         self._count_work(kernel)
@@ -480,11 +471,10 @@ class HostRun:
 
     def _save(self, kernel: Kernel, effect: Suspend) -> None:
         self.preempt(kernel)
-        device_ids, mib, total_mib, life = kernel.device_ids, kernel.memory_mib, kernel.total_mib, kernel.life
-        kernel.swap_ends_ms = self.now_ms + self.host.swap.save_ms(total_mib)
+        device_ids, mib, total_mib = kernel.device_ids, kernel.memory_mib, kernel.total_mib
 
         def saved() -> None:
-            if not kernel.over and kernel.life == life:
+            if not kernel.over:
                 self.use(kernel, device_ids, -mib)
                 self.accounts.save(self.number, total_mib)
                 self.note("saved", kernel, mib=total_mib)
@@ -492,7 +482,7 @@ class HostRun:
             outcome = SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED
             self._suspended(effect, outcome, saved_mib=total_mib)
 
-        self.at(kernel.swap_ends_ms, saved)
+        self.after(self.host.swap.save_ms(total_mib), saved)
 
     def _suspended(self, effect: Suspend, outcome: SuspendOutcome, *, saved_mib: int = 0, need_mib: int = 0) -> None:
         self.send(
@@ -514,21 +504,20 @@ class HostRun:
             self.after(self.host.swap.fixed_ms, partial(self._resumed, effect, ResumeOutcome.NOT_STARTED))
             return
         self.use(kernel, kernel.device_ids, kernel.memory_mib)
-        total_mib, life = kernel.total_mib, kernel.life
-        kernel.swap_ends_ms = self.now_ms + self.host.swap.restore_ms(total_mib)
+        total_mib = kernel.total_mib
         view = self.arbiter.lease(effect.lease_id)
         if view is not None and view.came_early:
             self.result.early_resumes += 1
             kernel.early_mib = total_mib
 
         def restored() -> None:
-            if not kernel.over and kernel.life == life:
+            if not kernel.over:
                 self.accounts.save(self.number, -total_mib)
                 self.note("restored", kernel, mib=total_mib)
                 self._count_moved(kernel, total_mib)
             self._resumed(effect, ResumeOutcome.RESTORED)
 
-        self.at(kernel.swap_ends_ms, restored)
+        self.after(self.host.swap.restore_ms(total_mib), restored)
 
     def _resumed(self, effect: Resume, outcome: ResumeOutcome) -> None:
         self.send(
@@ -558,82 +547,3 @@ class HostRun:
     def _count_moved(self, kernel: Kernel, mib: int) -> None:
         if self.meter is not None:
             self.meter.moved(self.now_ms, kernel.spec.lease_id, mib)
-
-    # Devices that leave the host with their contents, and their replacements.
-
-    def announce(self, device_ids: Sequence[str], deadline_ms: int) -> None:
-        for device_id in device_ids:
-            self.send(DeviceDrained(at_ms=self.now_ms, device_id=device_id, deadline_ms=deadline_ms))
-
-    def _there(self, device_ids: Sequence[str]) -> list[Kernel]:
-        return [
-            kernel
-            for kernel in self.kernels.values()
-            if not kernel.over and kernel.state in HOLDING and not set(device_ids).isdisjoint(kernel.device_ids)
-        ]
-
-    def holders(self, device_ids: Sequence[str]) -> list[Holder]:
-        return [self._holder(kernel) for kernel in self._there(device_ids) if kernel.memory_mib]
-
-    def _holder(self, kernel: Kernel) -> Holder:
-        worked_ms = kernel.worked_ms + (self.now_ms - kernel.began_ms if kernel.running is not None else 0)
-        return Holder(
-            lease_id=kernel.spec.lease_id,
-            mib=kernel.total_mib,
-            swap_ms=self.host.swap.save_ms(kernel.total_mib),
-            work=worked_ms * kernel.spec.devices,
-            value=value_of(worked_ms, kernel.spec.priority),
-            under_way_until_ms=kernel.swap_ends_ms if kernel.state is LeaseState.SUSPENDING else None,
-        )
-
-    def swap_room(self) -> tuple[list[int], int]:
-        moving = (LeaseState.SUSPENDING, LeaseState.RESUMING)
-        free_ms = [
-            kernel.swap_ends_ms for kernel in self.kernels.values() if kernel.state in moving and not kernel.over
-        ]
-        free_ms += [self.now_ms] * (self.host.parallel_swaps - len(free_ms))
-        arbiter = self.arbiter
-        return free_ms, arbiter.host_budget_mib - arbiter.host_saved_mib - arbiter.host_reserved_mib
-
-    def take_away(self, device_ids: Sequence[str], *, whole_host: bool) -> tuple[list[Holder], list[Holder]]:
-        """Remove the devices; return the unsaved kernels, and those whose saved state was lost with the host."""
-        for device_id in device_ids:
-            self.send(DeviceLost(at_ms=self.now_ms, device_id=device_id))
-        lost = self._there(device_ids)
-        unsaved, saved = [self._holder(kernel) for kernel in lost if kernel.memory_mib], list[Holder]()
-        if whole_host:
-            asleep = [one for one in self.kernels.values() if not one.over and one.state is LeaseState.SUSPENDED]
-            saved = [self._holder(kernel) for kernel in asleep]
-            lost += asleep
-        for kernel in lost:
-            self._lose_process(kernel)
-        return unsaved, saved
-
-    def give_back(self, device_ids: Sequence[str]) -> None:
-        for device in self.host.devices:
-            if device.device_id in device_ids:
-                self.send(DeviceSeen(at_ms=self.now_ms, device=device))
-                self.send(DeviceUndrained(at_ms=self.now_ms, device_id=device.device_id))
-
-    def _lose_process(self, kernel: Kernel) -> None:
-        """Replace a kernel's process: a cell that had begun has failed; a cell waiting for its first turn still waits."""
-        lease_id = kernel.spec.lease_id
-        has_begun = kernel.running is not None or kernel.growing or kernel.unfinished is not None
-        if kernel.running is not None:
-            self._stop(kernel)
-        elif has_begun:
-            self._begins(kernel)
-        if has_begun:
-            kernel.unfinished, kernel.growing, kernel.waiting = None, False, False
-            self.note("failed", kernel, cell=kernel.next_cell)
-            self.send(BusyChanged(at_ms=self.now_ms, lease_id=lease_id, busy=False))
-        self.drop_memory(kernel)
-        self.count_vain(kernel)
-        kernel.memory_mib, kernel.worked_ms, kernel.life = 0, 0, kernel.life + 1
-        self.send(ProcessExited(at_ms=self.now_ms, lease_id=lease_id))
-        self.send(Attached(at_ms=self.now_ms, lease_id=lease_id, gated=True))
-        if has_begun:
-            self.done(kernel)
-        elif kernel.waiting:  # the cell that waited for its first turn
-            self.send(BusyChanged(at_ms=self.now_ms, lease_id=lease_id, busy=True))
-            self.send(Wanted(at_ms=self.now_ms, lease_id=lease_id))

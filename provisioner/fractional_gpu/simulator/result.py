@@ -20,7 +20,6 @@ from fractional_gpu.simulator.experience import (
     too_long,
 )
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.revocation import RevocationFigures
 from fractional_gpu.simulator.traces import Session
 
 
@@ -84,7 +83,6 @@ class Result:
     lost: int = 0
     wall_s: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
-    revocation: RevocationFigures | None = None  # which devices left, and what was lost
     forecast_error: dict[str, dict[str, float]] = field(default_factory=dict)  # by kind of forecast
 
     def as_json(self) -> dict[str, object]:

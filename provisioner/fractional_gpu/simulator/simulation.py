@@ -16,7 +16,6 @@ from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.one_host import HostRun, RunState, Watch
 from fractional_gpu.simulator.record import EventLog, recording
 from fractional_gpu.simulator.result import Accounts, Result, begin_result
-from fractional_gpu.simulator.revocation import HostRevocations, Revocation, RevocationFigures
 from fractional_gpu.simulator.traces import Session
 
 Progress = Callable[[int, int], None]
@@ -32,7 +31,6 @@ def run(
     progress: Progress | None = None,
     goal: Goal | None = None,
     meter: RunMeter | None = None,
-    revocation: Revocation | None = None,
 ) -> Result:
     """Run the trace as `simulate` does, and write the record to a file."""
     with recording(record, hosts, trace, door=door.rule, name=name) as log:
@@ -45,7 +43,6 @@ def run(
             progress=progress,
             goal=goal,
             meter=meter,
-            revocation=revocation,
         )
 
 
@@ -60,13 +57,12 @@ def simulate(
     progress: Progress | None = None,
     goal: Goal | None = None,
     meter: RunMeter | None = None,
-    revocation: Revocation | None = None,
     judged: Callable[[ForecastOutcome], None] | None = None,
 ) -> Result:
     """Run the trace on one host, or on several that `door` chooses from (default: `DoorRule.FIT`).
 
     `watch` gets every event and its effects; `progress` the number of ended sessions and the total; `judged` each forecast and its outcome.
-    `meter` changes no decision. `revocation` takes devices or hosts away. The run stops once it can no longer meet the `goal`. Raises
+    `meter` changes no decision. The run stops once it can no longer meet the `goal`. Raises
     SimulationError for a session that no host can serve.
     """
     hosts = hosts_of(machine)
@@ -105,14 +101,6 @@ def simulate(
         if meter is not None:
             meter.advance(at_ms)
 
-    if revocation is not None:
-        figures = result.revocation = RevocationFigures(whole_hosts=revocation.whole_hosts)
-        begins_ms = min((session.open_ms for session in trace), default=0)
-        for number, run in enumerate(runs):
-            devices = HostRevocations(
-                revocation, number, run, figures, goes_on=lambda: sum(run.over for run in runs) < len(trace)
-            )
-            moments.at(begins_ms, devices.begin)
     for run in runs:
         run.arbiter.forecasts.watch = judged
         run.begin()

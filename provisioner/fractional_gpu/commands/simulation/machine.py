@@ -8,11 +8,9 @@ from fractional_gpu.commands.terminal.text import UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib
-from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.metering import Metering, Power, RunMeter
-from fractional_gpu.simulator.revocation import Revocation, lifetimes_of
 from fractional_gpu.simulator.traces import Session
 
 MOST_DEVICES = 8192
@@ -157,19 +155,3 @@ def check_pools(scenario: Scenario, trace: list[Session]) -> None:
             raise UsageError(
                 f"{name} only supports the default pool, but sessions also run in pool {pool!r}; leave one of them out"
             )
-
-
-def read_revocation(scenario: Scenario) -> Revocation | None:
-    if scenario.revoke is None:
-        return None
-    try:
-        lifetimes = lifetimes_of(scenario.revoke)
-    except SimulationError as error:
-        raise UsageError(f"revoke: {error}") from error
-    return Revocation(
-        lifetimes=lifetimes,
-        whole_hosts=scenario.revoke_what == "hosts",
-        notice_ms=scenario.revoke_notice,
-        replace_ms=scenario.revoke_replace,
-        seed=scenario.seed,
-    )

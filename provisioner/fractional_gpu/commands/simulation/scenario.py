@@ -10,7 +10,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, get_type_hints
+from typing import Annotated, Any, Final, Self, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -20,10 +20,9 @@ from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
-from fractional_gpu.simulator.revocation import PUBLISHED
 
 MOST_IN_A_HOST: Final = 16  # GPUs; no host on the market has more
-_LONGEST: Final = {"lunch": ("4h", 4 * 3_600_000), "revoke_notice": ("1h", 3_600_000)}
+_LONGEST_LUNCH_MS: Final = 4 * 3_600_000
 
 
 class Duration(int):
@@ -123,14 +122,6 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     power_noise: Annotated[Percent, _help("percent of noise in power and measured use")] = 0
     measured_use: Annotated[Percent, _help("percent of kernels whose use is measured")] = 100
 
-    # devices or hosts that go away
-    revoke: Annotated[
-        str | None, _help("lifetimes of transient servers: " + ", ".join(PUBLISHED) + ", or KIND/REGION")
-    ] = None
-    revoke_what: Annotated[Literal["devices", "hosts"], _help("what goes away: devices, or hosts")] = "devices"
-    revoke_notice: Annotated[Duration, _help("length of the notice, at most 1h")] = Duration.of("30s")
-    revoke_replace: Annotated[Duration, _help("time until a replacement arrives")] = Duration.of("87s")
-
     def load(self) -> Load:
         return Load(
             habit=self.habit,
@@ -168,13 +159,11 @@ _MADE_UP: Final = (
     *("days", "habit", *_OF_PUBLISHED, "lunch", "weekends", "weekend_users", "time_zones", "ask_error", "urgent_users"),
 )
 _GOALS: Final = ("p95_wait", "p99_wait", "p95_late")
-_OF_REVOCATION: Final = ("revoke_what", "revoke_notice", "revoke_replace")
 _OF_METER: Final = ("power", "power_noise", "measured_use")
 
 # Keys that need another key.
 _NEEDS: Final = (
     *((goal, ("find_devices",)) for goal in _GOALS),
-    *((name, ("revoke",)) for name in _OF_REVOCATION),
     *((name, ("meter", "usage")) for name in _OF_METER),
     ("sessions", ("cells",)),
     ("cells", ("sessions",)),
@@ -185,8 +174,7 @@ _ONE_RUN = "it applies to one run, but a search makes several; search first"
 # Keys that exclude each other, and why.
 _EXCLUDES: Final = (
     ("devices", "hosts", "`devices` describes one host, and `hosts` several"),
-    *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage", "revoke")),
-    ("revoke", "baselines", "baselines do not support revocation"),
+    *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage")),
     *(("replay", name, "a replay runs no sessions") for name in Scenario.__struct_fields__ if name != "replay"),
 )
 
@@ -241,9 +229,8 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
     if scenario.replay is None and [scenario.users, scenario.sessions, scenario.from_ledger].count(None) != 2:
         raise UsageError("give the sessions to simulate: either --users N, or --trace SESSIONS CELLS, or --from-ledger")
     _check_made_up(scenario, given)
-    for name, (longest, most_ms) in _LONGEST.items():
-        if getattr(scenario, name) > most_ms:
-            raise UsageError(f"{_said(name, given)} is too long; use at most {longest}")
+    if scenario.lunch > _LONGEST_LUNCH_MS:
+        raise UsageError(f"{_said('lunch', given)} is too long; use at most 4h")
     if scenario.foresight is not None and not scenario.foresight:
         raise UsageError(f"{_said('foresight', given)} is not valid; use a time above 0, such as 20s")
     if unknown := [name for name in scenario.baselines if name not in BASELINES]:

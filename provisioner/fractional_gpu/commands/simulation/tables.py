@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fractional_gpu.commands.terminal.text import fitted, table
+from fractional_gpu.commands.terminal.text import table
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
-from fractional_gpu.core.units import plural
 from fractional_gpu.simulator.experience import Spread
 from fractional_gpu.simulator.metering import RunMeter
 
@@ -43,38 +42,6 @@ def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) ->
     names = list(next(iter(figures.values()), {}))
     rows = [[name, *(shown(pool[name]) for pool in figures.values())] for name in names]
     return table(["", *figures], rows, indent="", width=width, figures_from=1)
-
-
-def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[Text]":
-    there = figures["on_them"]
-    header = ("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")
-    rows = [
-        (
-            name,
-            f"{loss['kernels']:,}",
-            f"{loss['gib']:,.1f}",
-            f"{loss['busy_gpu_hours']:,.2f}",
-            f"{loss['value_percent']:.1f} %",
-        )
-        for name, loss in figures["unsaved"].items()
-    ]
-    before = (
-        f"{plural(figures['devices'], 'device')} went away, after {plural(figures['notices'], 'notice')}; "
-        f"they held {plural(there['kernels'], 'kernel')} with "
-        f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours"
-    )
-    after = []
-    if (lost := figures.get("lost_with_the_hosts")) is not None:
-        after.append(
-            f"If the hosts' memory is lost too, the order does not matter: {plural(lost['kernels'], 'kernel')} with {lost['gib']:,.1f} "
-            f"GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours are lost, including kernels suspended earlier. A "
-            f"snapshot of the hosts would keep everything that is not in the table."
-        )
-    return [
-        *fitted([before], width),
-        *table(header, rows, indent="", width=width, figures_from=1),
-        *fitted(after, width),
-    ]
 
 
 def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
