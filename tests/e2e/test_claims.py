@@ -127,11 +127,11 @@ def test_a_claim_outlives_its_broker_with_the_same_end(world: World) -> None:
 
 def test_a_claim_ends_when_its_time_is_over_and_a_renewal_moves_its_end(world: World) -> None:
     short, long = claim(world, "--ttl", "2s", memory="300MiB"), claim(world, "--ttl", "2s", memory="300MiB")
-    renewed = world.command("renew", long["lease_id"], "10m")
+    renewed = world.command("pin", long["lease_id"], "10m")
     assert renewed.returncode == 0, renewed.stderr
     until(lambda: is_over(world, short), "the claim ends")
     assert 500_000 < lease_of(world, long).pinned_ms <= 600_000
-    refused = world.command("renew", long["lease_id"], "2h")
+    refused = world.command("pin", long["lease_id"], "2h")
     assert (refused.returncode, "allows at most 1 h" in refused.stderr) == (1, True)
 
 
@@ -248,7 +248,7 @@ def test_a_claim_in_a_hub_s_server_draws_on_its_seat_and_ends_with_it(world: Wor
             told = claim(world, memory="400MiB")
             lease = lease_of(world, told)
             assert (lease.spec.owner, lease.spec.seat, lease.state) == ("ada", seat.seat_id, "resident")
-            assert world.command("renew", told["lease_id"], "5m").returncode == 0
+            assert world.command("pin", told["lease_id"], "5m").returncode == 0
             refused = world.command("lease", "--memory", "200MiB", "--wait", "0")
             assert (refused.returncode, "this server has 1/2 GPU with 512 MiB" in refused.stderr) == (1, True)
         hub.release_seat(seat.seat_id)

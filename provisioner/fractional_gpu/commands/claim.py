@@ -27,7 +27,7 @@ examples:
   jupyter gpu lease --memory 9GiB --ttl 10m          print the claim's id, its GPU and its end
   jupyter gpu lease --memory 9GiB -- ollama serve    the claim ends with the program, or when its time is up
 
-`jupyter gpu renew` changes when a claim ends, and `jupyter gpu release` ends it. A claim cannot be suspended. Your programs on its GPU
+`jupyter gpu pin` changes when a claim ends, and `jupyter gpu release` ends it. A claim cannot be suspended. Your programs on its GPU
 that belong to no kernel count against it; start them after it. Memory that they still use when it ends counts as other programs' memory.
 With a program, the exit status is the program's. Without one, it is 75 if there was no room in time.
 """

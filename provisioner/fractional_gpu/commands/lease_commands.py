@@ -430,7 +430,7 @@ You rarely need this: a kernel's next cell brings it back. If there is no room, 
         epilog="""\
 examples:
   jupyter gpu pin 3f2a 30m              keep it on its GPU for half an hour
-  jupyter gpu pin 3f2a 2h               a new pin replaces the old one
+  jupyter gpu pin 3f2a 2h               a new pin replaces the old one, and moves the end of a claim
   jupyter gpu unpin 3f2a                the rest of it goes back to your budget
 
 A pool limits how long a pin may last, and each user's pinned time per day. `jupyter gpu suspend` still works, and ends the pin.
@@ -440,19 +440,6 @@ A pool limits how long a pin may last, and each user's pinned time per day. `jup
         doing="pinning",
         call=BrokerClient.pin,
         success=_say_pinned,
-    ),
-    "renew": LeaseCommand(
-        description="Change when a claim of `jupyter gpu lease` ends, within its pool's limits.",
-        epilog="""\
-examples:
-  jupyter gpu renew 3f2a 10m            it ends ten minutes from now
-""",
-        find=_find_claim,
-        arguments=lambda parser: parser.argument("duration", "DURATION", "how long, for example 10m", by=DURATIONS),
-        request=lambda options: PinRequest(duration_ms=parse_argument(parse_duration_ms, options.duration)),
-        doing="renewing",
-        call=BrokerClient.pin,
-        success=lambda _, after: f"{lease_name(after)}: claimed for the next {format_duration(after.pinned_ms)}",
     ),
     "release": LeaseCommand(
         description="End a claim of `jupyter gpu lease`. Programs that use its room continue.",

@@ -22,7 +22,7 @@ from fractional_gpu.broker.supervision.enforcement import Enforcement
 from fractional_gpu.broker.supervision.survivors import OomKills, Survivors
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeasesMeasured, Measurement
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, ReserveBy
-from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState, ProcessUse
 from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.ledger.records import Launch
 from tests.broker.driver import DEVICE, Driver
@@ -412,6 +412,23 @@ def test_a_program_counts_for_its_user_s_claim_and_for_no_other_s(uid: int, seat
     assert strangers(events) == [200 if counts else 700], "what exceeds the claim is a stranger's"
     assert [one.used_mib for one in world.enforcement.strangers[DEVICE]] == ([] if counts else [700])
     assert world.busy == [counts], "a claim in use is busy"
+
+
+@pytest.mark.promise("claims")
+def test_a_claim_of_two_devices_has_its_room_on_each() -> None:
+    world = World()
+    world.kernel = Kernel(lease_id=LEASE, uid=os.getuid(), token_sha256="", launch=Launch(claim=True))
+    world.kernels = {LEASE: world.kernel}
+    world.view = replace(world.view, device_ids=(DEVICE, "other"))
+    users = [ProcessIdentity("", pid, 1) for pid in (1001, 1002, 1003)]
+    held = {DEVICE: [(1001, 500)], "other": [(1002, 400), (1003, 200)]}
+    uses = {
+        device_id: SimpleNamespace(processes=[ProcessUse(pid=pid, used_mib=mib) for pid, mib in there])
+        for device_id, there in held.items()
+    }
+    owners: dict[int, Any] = {}
+    world.sampler._add_claimed(owners, cast("Any", SimpleNamespace(started=lambda *_: users)), cast("Any", uses))
+    assert list(owners) == [1001, 1002, 1003], "the last one in part"
 
 
 @pytest.mark.promise("claims")

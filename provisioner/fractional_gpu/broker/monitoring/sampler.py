@@ -220,18 +220,18 @@ class Sampler:
     def _add_claimed(self, owners: dict[int, Owner], snapshot: Snapshot, uses: Mapping[str, DeviceUse | None]) -> None:
         """Count processes without a lease for the claims of their user on their device, as far as these have room."""
         claims = [(kernel, view) for kernel, view in self._broker.views() if kernel.launch.claim]
-        left = {kernel: view.reserved_mib for kernel, view in claims}
+        left = {(kernel, device_id): view.reserved_mib for kernel, view in claims for device_id in view.device_ids}
         for must_fit, (kernel, view) in product((True, False), claims):
             users = {one.pid: one for one in snapshot.started(kernel.uid, 0)}
-            there = [one for device_id in view.device_ids if (use := uses.get(device_id)) for one in use.processes]
-            for process in there:
+            there = [(at, one) for at in view.device_ids if (use := uses.get(at)) for one in use.processes]
+            for at, process in there:
                 known = process.pid in owners or process.pid in self._broker.enforcement.exempt_pids
                 if known or process.pid not in users or process.kind is ProcessKind.GRAPHICS:
                     continue
                 # The containers of several users may share a uid.
                 foreign = view.spec.seat and kernel.launch.group != own_path(process.pid, kernel.uid)
-                if not foreign and left[kernel] >= (process.used_mib if must_fit else 1):
-                    left[kernel] -= process.used_mib
+                if not foreign and left[kernel, at] >= (process.used_mib if must_fit else 1):
+                    left[kernel, at] -= process.used_mib
                     owners[process.pid] = kernel.lease_id, users[process.pid]
 
     def _note_processes(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
