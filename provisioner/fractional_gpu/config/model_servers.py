@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-_ENTRY = re.compile(r"([a-z-]+)(?:=http://(?:(\[::1\])|127\.0\.0\.1|localhost)(?::([1-9]\d{0,4}))?/?)?", re.ASCII)
+_ENTRY = re.compile(r"([a-z-]+)(?:=http://(?:127\.0\.0\.1|localhost)(?::([1-9]\d{0,4}))?/?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,6 @@ class ModelServer:
     """POST `body` to `path`, once for each loaded model if the body has MODEL. GET `loaded` says first what is loaded."""
 
     title: str
-    host: str = "127.0.0.1"
     port: int
     loaded: str = ""
     path: str
@@ -51,7 +50,7 @@ def parse_yielders(value: object) -> tuple[ModelServer, ...]:
     if None in servers:
         raise ValueError(
             f"allowed: a list of {', '.join(map(repr, SERVERS))}; if a server is not at its usual port, with an http URL on "
-            "127.0.0.1, [::1] or localhost, such as 'ollama=http://127.0.0.1:11500'"
+            "127.0.0.1 or localhost, such as 'ollama=http://127.0.0.1:11500'"
         )
     return tuple(one for one in dict.fromkeys(servers) if one is not None)
 
@@ -59,6 +58,6 @@ def parse_yielders(value: object) -> tuple[ModelServer, ...]:
 def _parse(entry: str) -> ModelServer | None:
     match = _ENTRY.fullmatch(entry)
     server = SERVERS.get(match[1]) if match else None
-    if match is None or server is None or int(match[3] or 1) > 65_535:
+    if match is None or server is None or int(match[2] or 1) > 65_535:
         return None
-    return replace(server, host=match[2] or server.host, port=int(match[3] or server.port))
+    return replace(server, port=int(match[2] or server.port))

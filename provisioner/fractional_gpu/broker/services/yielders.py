@@ -33,11 +33,8 @@ _PAUSE_S, _PERIOD_S = 0.1, 1.0  # between two looks: at least, and at most
 _AGAIN_S = 10.0  # a server is asked at most this often
 _LOOKS = 6  # at the devices after an answer: servers free their memory a moment later
 _DEEPEST = 8  # generations from a process on a device to the server that started it
-# Addresses of sockets that answer for a host, as /proc/net writes them.
-_ADDRESSES = {
-    "127.0.0.1": (b"0100007F", b"0" * 8, b"0" * 32, b"0000000000000000FFFF00000100007F"),
-    "[::1]": (b"0" * 24 + b"01000000", b"0" * 32),
-}
+# Addresses of sockets that answer for 127.0.0.1, as /proc/net writes them.
+_ADDRESSES = (b"0100007F", b"0" * 8, b"0" * 32, b"0000000000000000FFFF00000100007F")
 
 Refresh = Callable[[], Coroutine[None, None, None]]
 Held = dict[str, list[Stranger]]  # a server's processes on each device, and what they used at that time
@@ -172,7 +169,7 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
     """GET the path, or POST a body. Raises ConnectionError that says what went wrong. Once begun, a request ends only by its timeout."""
     client = SimpleAsyncHTTPClient(force_instance=True, max_body_size=_MOST_BYTES)
     request = HTTPRequest(
-        f"http://{server.host}:{server.port}{path}",
+        f"http://127.0.0.1:{server.port}{path}",
         method="GET" if body is None else "POST",
         headers={"Content-Type": "application/json"},
         body=body,
@@ -193,7 +190,7 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
 
 def _holdings(server: ModelServer, strangers: Mapping[str, Sequence[Stranger]]) -> tuple[set[int], Held]:
     """Return the owners of the server's listening sockets, and its processes on each device. Blocks."""
-    locals_ = {b"%s:%04X" % (address, server.port) for address in _ADDRESSES[server.host]}
+    locals_ = {b"%s:%04X" % (address, server.port) for address in _ADDRESSES}
     owners: dict[str, int] = {}  # by socket
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6

@@ -105,26 +105,21 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         client = broker_if_running(path)
     except FractionalGPUError as error:
         return socket, [problem("broker", str(error), "fix that first: without a broker, no GPU kernel starts")]
-    shared = list(_check_place(path))
-    if client is None and is_service_socket(path):
-        stopped = f"the system service on {path} is not running: no kernel can start"
-        return path, [
-            *shared,
-            problem("broker", stopped, "an administrator must start it: sudo systemctl enable --now jupyter-gpu"),
-        ]
-    if client is None:
-        return path, [
-            *shared,
-            note("broker", f"none is running on {path}: the first kernel that wants a GPU starts one"),
-        ]
-    with client:
+    findings = list(_check_place(path))
+    if client is not None:
         try:
-            return path, [*shared, *_check_answers(client, path)]
+            with client:
+                findings += _check_answers(client, path)
         except FractionalGPUError as error:
-            return path, [
-                *shared,
-                problem("broker", f"the broker on {path} failed: {error}", "see broker.log next to its socket"),
-            ]
+            failed = f"the broker on {path} failed: {error}"
+            findings.append(problem("broker", failed, "see broker.log next to its socket"))
+    elif is_service_socket(path):
+        stopped = f"the system service on {path} is not running: no kernel can start"
+        start = "an administrator must start it: sudo systemctl enable --now jupyter-gpu"
+        findings.append(problem("broker", stopped, start))
+    else:
+        findings.append(note("broker", f"none is running on {path}: the first kernel that wants a GPU starts one"))
+    return path, findings
 
 
 def _check_place(path: str) -> Iterator[Finding]:
