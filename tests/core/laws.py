@@ -361,8 +361,10 @@ class Laws:
         law(7, self._world.within_limits(seen), seen.lease_id, "has more than its user or group may hold")
 
     def count_passes(self, winner: Seen, places: tuple[str, ...], asked_last: int, mine: int) -> None:
-        """Law 4, recounted: which tickets waited longer, could have used this room, and were passed over."""
+        """Law 4, recounted: which tickets waited longer, could have used this room, and were passed over. A moved lease passes none over."""
         world = self._world
+        if winner.moves:
+            return
         asked = winner.asked if winner.asked >= 0 else asked_last + 1  # asked and served in one event
         for seen in world.leases.values():
             if seen is winner or not seen.waits or seen.spec.pool != winner.spec.pool or not world.within_limits(seen):
