@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Container, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from jupyter_server.auth.decorator import authorized
@@ -11,6 +12,7 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.extension.application import ExtensionApp
 from msgspec import to_builtins
 from tornado import web
+from tornado.ioloop import PeriodicCallback
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import unstarted_broker
@@ -216,6 +218,8 @@ def _action(name: str, body: object) -> Action:
 
 _LISTING_STEP_S = 0.05
 _LISTING_STEPS = 100
+_HOLDING = frozenset({"resident", "suspending", "suspended", "resuming"})
+_SPARE_MS = 5_000
 _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
 
 
@@ -247,9 +251,12 @@ class FractionalGPUApp(ExtensionApp):
     async def _start_jupyter_server_extension(self, _serverapp: Any) -> None:  # noqa: ANN401 - jupyter_server's signature
         self.serverapp.event_logger.add_listener(schema_id=_KERNEL_ACTIONS, listener=self._kernel_acted)
         self._following = asyncio.create_task(follow(AsyncClient(_broker), self._take, self._lost))
+        self._sparing = PeriodicCallback(self._spare_holders, _SPARE_MS)
+        self._sparing.start()
 
     async def stop_extension(self) -> None:
         if self._following is not None:
+            self._sparing.stop()
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
 
@@ -279,6 +286,16 @@ class FractionalGPUApp(ExtensionApp):
 
     def _is_ours(self, kernel_id: str) -> bool:
         return kernel_id in self.serverapp.kernel_manager
+
+    def _spare_holders(self) -> None:
+        """Keep kernels that hold GPU state, and this server, active for idle cullers, if the broker ends such kernels."""
+        if self._status is None or not self._status.culls_idle:
+            return
+        for lease in self._status.leases:
+            if lease.state in _HOLDING and self._is_ours(lease.kernel_id):
+                now = datetime.now(UTC)
+                self.serverapp.kernel_manager.get_kernel(lease.kernel_id).last_activity = now
+                self.serverapp.web_app.settings["last_activity_times"][self.name] = now
 
     def _take(self, status: HostStatus) -> None:
         self._status, self._complaint = status, ""

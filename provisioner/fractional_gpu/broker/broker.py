@@ -113,6 +113,7 @@ class Broker:
         self.deadlines = DeadlineClock.of(writer.ledger)
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
+        self.culls_idle = False  # kernels that have long been idle are ended
         self.lost: Mapping[str, ProcessIdentity] = {}  # living kernels whose lease has no record, by lease
         self.metering = Metering(arbiter, writer, self.kernels)
         self.habits = ShareHabits(arbiter, writer, self.kernels)

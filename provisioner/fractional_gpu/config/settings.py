@@ -163,6 +163,21 @@ class Settings(HasTraits):
         values.duration(least_ms=1000), "30s", "2m",
         help="If a notice gives no time, how long after it the host is expected to go away.",
     )
+    cull_idle_after = Setting(
+        values.or_word("never", values.duration(least_ms=1000)), "never", "7d",
+        help="End kernels that hold GPU state and have been idle for this long. Their variables are lost, after a warning. 'never': "
+        "keep them. If this or cull_above is set, idle cullers of Jupyter and JupyterHub spare kernels that hold GPU state "
+        "(docs/hub.md).",
+    )
+    cull_above = Setting(
+        values.whole_number(1, 100), 100, 90,
+        help="If suspended kernels fill more than this part of host_memory, in percent, end those that have been idle longest, after "
+        "a warning. 100: never.",
+    )
+    cull_warning = Setting(
+        values.duration(), "15m", "1h",
+        help="How long before its end a kernel's user is warned, in the notebook and in its status. A cell keeps the kernel.",
+    )
     yielders = Setting(
         parse_yielders, [], ["ollama", "comfyui=http://127.0.0.1:8189"],
         help="Model servers on this machine that release their GPU memory when a kernel of the same user waits for it: 'ollama', "

@@ -269,6 +269,9 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     seats: list[SeatStatus] = []  # not in `/v1/events`
     seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
     goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: it has passed
+    culls_idle: bool = (
+        False  # the broker ends kernels that hold GPU state and have long been idle: others should spare them
+    )
     forecasts: list[ForecastError] = []  # not in `/v1/events`
 
 

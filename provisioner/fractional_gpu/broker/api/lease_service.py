@@ -45,7 +45,7 @@ from fractional_gpu.core.events import Attached, Checkpointable, LeaseRequested
 from fractional_gpu.core.limits import UNATTACHED_LIMIT
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.core.units import format_duration
-from fractional_gpu.host.accounts import account_uid
+from fractional_gpu.host.accounts import account_uid, user_name
 from fractional_gpu.host.own_group import own_path
 from fractional_gpu.host.process import ProcessIdentity, is_below, read_stat
 from fractional_gpu.ledger.records import Launch, LedgerError
@@ -298,7 +298,15 @@ class LeaseService:
                 reason="not-confirmed",
             )
         log.warning("lease %s: evicted by an administrator", kernel.lease_id[:8])
-        sentence = self._evictions.begin(kernel, peer, request.why)
+        who = f"An administrator ({printable(peer.acting_for or user_name(peer.credentials.uid))})"
+        because = (
+            f"; the reason given: {printable(request.why)[:_LONGEST_REASON].rstrip('.')}" if request.why.strip() else ""
+        )
+        await self.end_kernel(who, kernel, f", to free the GPU{because}")
+
+    async def end_kernel(self, who: str, kernel: Kernel, why: str) -> None:
+        """End the kernel's processes and its lease, and tell its successor who did it and why. Otherwise as `evict`."""
+        sentence = self._evictions.begin(kernel, who, why)
         try:
             await end_tree(self.broker, kernel)
         except ConflictError:

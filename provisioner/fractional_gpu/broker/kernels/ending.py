@@ -16,17 +16,13 @@ from contextlib import suppress
 from typing import Final
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.request_validation import Peer
-from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
-from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError
 
 GRACE_S: Final = 5.0
 EVICTED: Final = "evicted"  # why the lease ended, also in its successor's story
 _ROUNDS: Final = 20
 _MOST: Final = 1000
-_LONGEST_WHY: Final = 300  # characters
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
@@ -88,11 +84,9 @@ class Evictions:
     def __init__(self) -> None:
         self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
 
-    def begin(self, kernel: Kernel, peer: Peer, why: str) -> str:
-        """Record that an administrator ends the kernel; return the sentence for its successor."""
-        who = f"An administrator ({printable(peer.acting_for or user_name(peer.credentials.uid))})"
-        because = f"; the reason given: {printable(why)[:_LONGEST_WHY].rstrip('.')}" if why.strip() else ""
-        ended = f"at {time.strftime('%H:%M', time.localtime())}, to free the GPU{because}."
+    def begin(self, kernel: Kernel, who: str, why: str) -> str:
+        """Record who ends the kernel and why; return the sentence for its successor."""
+        ended = f"at {time.strftime('%H:%M', time.localtime())}{why}."
         if kernel.launch.command:
             kernel.notices.append(f"{who} ended this command {ended}")
             kernel.notify()  # its runner prints it

@@ -70,6 +70,7 @@ class Ending:
     root: ProcessIdentity | None = None  # the last process that was the kernel itself
     released: bool = False  # its kernel has ended for good: the lease ends with the processes left behind
     reason: str = "released"  # why the lease ends
+    announced: str = ""  # that it will be ended unless it is used, a sentence; changed by `Culler`
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ from fractional_gpu.broker.process.repair import Repair
 from fractional_gpu.broker.process.restarting import make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_sentence, take_records
 from fractional_gpu.broker.recovery.recovery import recover
+from fractional_gpu.broker.services.culling import Culler, CullRule
 from fractional_gpu.broker.services.revocation_notice import RevocationNotice
 from fractional_gpu.broker.services.yielders import Yielder
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
@@ -209,6 +210,12 @@ class BrokerRun:
         if (source := settings.revocation_notice) is not None:
             deadline_ms, drains = settings.revocation_deadline, settings.revocation_drains
             work.append(RevocationNotice(broker, source, deadline_ms, drains=drains).run())
+        rule = CullRule(
+            after_ms=settings.cull_idle_after, above_percent=settings.cull_above, warning_ms=settings.cull_warning
+        )
+        broker.culls_idle = rule.is_on
+        if rule.is_on:
+            work.append(Culler(broker, rule, partial(service.end_kernel, "The GPU broker")).run())
         everyone = settings.yield_for_everyone
         asks = (Yielder(broker, one, everyone=everyone, refresh=sampler.refresh) for one in settings.yielders)
         return [*work, *(one.run() for one in asks)]

@@ -50,10 +50,11 @@ def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
         return "wait.turn", HAD_ITS_TURN, broker.arbiter.gate_wait(view.spec.lease_id, now_ms())
     if view.revoked:
         return REVOKED.code, revoked_sentence(view), None
-    ticket = broker.ticket(view.spec.lease_id)
+    ticket, kernel = broker.ticket(view.spec.lease_id), broker.kernels.get(view.spec.lease_id)
+    if ticket is None and kernel is not None and kernel.ending.announced:
+        return "cull.warned", kernel.ending.announced, None
     if ticket is None:
         return view.reason, view.sentence, None
-    kernel = broker.kernels.get(view.spec.lease_id)
     asked = "" if kernel is None else "".join(f"; {said}" for one in broker.asked_servers if (said := one(kernel)))
     sentence = _name_strangers(broker, view, ticket.sentence) if ticket.reason == "wait.stranger" else ticket.sentence
     return ticket.reason, f"{sentence}{asked}", ticket.expected
@@ -205,6 +206,7 @@ def host_status(broker: Broker, socket: str, viewer: Viewer) -> HostStatus:
         trouble=broker.writer.trouble or broker.writer.over_limit or lost_sentence(broker.lost),
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
         goes_away_in_ms=_left_ms(broker.host_deadline_ms),
+        culls_idle=broker.culls_idle,
     )
 
 

@@ -1,0 +1,101 @@
+"""Ends kernels that have long been idle, or whose saved state fills the host memory, after a warning (`c.GPUBroker.cull_...`).
+
+While this is on, servers hide kernels that hold GPU state from idle cullers, which do not know what a kernel costs. A kernel that its user
+runs, resumes or pins after the warning is kept.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.core.model import LeaseState, LeaseView
+from fractional_gpu.core.units import format_duration
+from fractional_gpu.protocol.errors import ConflictError
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+
+End = Callable[[Kernel, str], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CullRule:
+    """`after_ms`: idle for so long (None: never); `above_percent`: of the host memory for saved state (100: never)."""
+
+    after_ms: int | None
+    above_percent: int
+    warning_ms: int
+
+    @property
+    def is_on(self) -> bool:
+        return self.after_ms is not None or self.above_percent < 100
+
+
+def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullRule) -> dict[str, str]:
+    """Return why each kernel is to be ended, by lease, the longest idle first."""
+    found: dict[str, str] = {}
+    holders = [view for view in views if view.state in (LeaseState.SUSPENDED, LeaseState.RESIDENT)]
+    kept_mib = sum(view.saved_mib for view in holders)
+    for view in sorted(holders, key=lambda one: (one.last_active_ms, one.spec.lease_id)):
+        idle_ms = at_ms - view.last_active_ms
+        is_old = rule.after_ms is not None and idle_ms >= rule.after_ms
+        is_scarce = view.saved_mib > 0 and 100 * kept_mib > rule.above_percent * budget_mib
+        if view.busy or view.spec.claim_ms or view.pinned_until_ms > at_ms or not (is_old or is_scarce):
+            continue
+        kept_mib -= view.saved_mib
+        scarce = (
+            ""
+            if is_old
+            else f", and suspended kernels fill over {rule.above_percent} % of the host memory they may use"
+        )
+        found[view.spec.lease_id] = f"it has been idle for {format_duration(idle_ms)}{scarce}"
+    return found
+
+
+class Culler:
+    """Applies the rule. `end` ends a kernel and its lease, and tells the next kernel why."""
+
+    def __init__(self, broker: Broker, rule: CullRule, end: End) -> None:
+        self._broker = broker
+        self._rule = rule
+        self._end = end
+        self._warned_ms: dict[str, int] = {}  # by lease
+
+    async def run(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(_PERIOD_S)
+
+    async def look(self) -> None:
+        """Warn of the end of kernels, and end those whose warning is over. After a cancellation, signalled processes still end."""
+        broker = self._broker
+        views = [view for kernel, view in broker.views() if not kernel.busy and not kernel.launch.command]
+        due = to_cull(views, now_ms(), broker.arbiter.host_budget_mib, self._rule)
+        for lease_id in self._warned_ms.keys() - due.keys():
+            del self._warned_ms[lease_id]
+            if lease_id in broker.kernels:
+                self._announce(broker.kernels[lease_id], "")
+        for lease_id, why in due.items():
+            kernel = broker.kernels[lease_id]
+            if lease_id not in self._warned_ms:
+                self._warned_ms[lease_id] = now_ms()
+                soon = format_duration(self._rule.warning_ms)
+                sentence = f"this kernel will be ended in {soon}: {why}; run a cell to keep its variables"
+                broker.record_line(lease_id, "cull.warned", sentence)
+                broker.announce_deadline(kernel, f"T{sentence[1:]}.")
+                self._announce(kernel, sentence)
+            elif now_ms() - self._warned_ms[lease_id] >= self._rule.warning_ms:
+                log.warning("lease %s: ended, because %s", lease_id[:8], why)
+                try:
+                    await self._end(kernel, f", because {why}")
+                except ConflictError as error:
+                    log.warning("lease %s: %s", lease_id[:8], error)
+
+    def _announce(self, kernel: Kernel, sentence: str) -> None:
+        kernel.ending.announced = sentence
+        self._broker.note_change()
