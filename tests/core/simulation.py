@@ -294,7 +294,7 @@ class World:
                     at_ms=0, lease_id=lease_id, generation=generation, state=state, device_id=device, saved_mib=50
                 )
             case CapBreached(action=Breach.KILL) | EndProcesses() if self.honest or random.random() < 0.8:
-                return ProcessExited(at_ms=0, lease_id=effect.lease_id)
+                return _exited(self, 0, effect.lease_id)
             case _:
                 return None
 
@@ -563,9 +563,20 @@ def _move_asked(world: World, at_ms: int, name: str) -> Event:
     return MoveRequested(at_ms=at_ms, lease_id=name, device_id=device)
 
 
-def _left_behind(world: World, at_ms: int, name: str) -> Event:
+def _is_claim(world: World, name: str) -> bool:
     seen = world.observer.leases.get(name)
-    if seen is not None and seen.spec.claim_ms:  # it has no process
+    return seen is not None and seen.spec.claim_ms > 0
+
+
+def _exited(world: World, at_ms: int, name: str) -> Event:
+    """A kernel's process ends. A claim has none, and is released when the program that took it ends."""
+    if _is_claim(world, name):
+        return LeaseReleased(at_ms=at_ms, lease_id=name)
+    return ProcessExited(at_ms=at_ms, lease_id=name)
+
+
+def _left_behind(world: World, at_ms: int, name: str) -> Event:
+    if _is_claim(world, name):
         return Unwanted(at_ms=at_ms, lease_id=name)
     return LeftBehind(
         at_ms=at_ms, lease_id=name, what=world.random.choice(("process 7 (python3)", "process 8 (train)"))
@@ -618,7 +629,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (1, lambda world, at: HostMemorySeen(at_ms=at, budget_mib=world.random.choice((200, 800, 2000, 10_000)))),
     (1, _configured),
     (12, _named(lambda _, at, name: Attached(at_ms=at, lease_id=name, gated=True), _S.UNATTACHED)),
-    (1, _named(lambda _, at, name: ProcessExited(at_ms=at, lease_id=name))),
+    (1, _named(_exited)),
     (2, _named(_left_behind, _S.RESIDENT, _S.SUSPENDED, _S.SUSPENDING, _S.RESUMING, _S.QUARANTINED)),
     (2, _named(_returned, _S.RESIDENT, _S.SUSPENDED)),
     (1, _named(lambda _, at, name: LeaseReleased(at_ms=at, lease_id=name))),
