@@ -21,7 +21,10 @@ def test_jupyters_culler_ends_an_idle_kernel_but_not_one_that_holds_gpu_state(wo
     with Server(world, *CULLER) as server:
         holds, plain = server.start(name), server.start(name)
         holds.must(fill(1))
-        until(lambda: plain.kernel_id not in {one["id"] for one in server.request("GET", "api/kernels")}, "the kernel without GPU state is culled")
+        until(
+            lambda: plain.kernel_id not in {one["id"] for one in server.request("GET", "api/kernels")},
+            "the kernel without GPU state is culled",
+        )
         assert holds.must(CHECK).text == "intact\n"
 
 

@@ -58,6 +58,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/budget.py": "what to show, and until when an addition lasts: an administrator's date",
     "provisioner/fractional_gpu/commands/claim.py": "what to show",
+    "kernelext/fractional_gpu_kernel/server/app.py": "the last activity that Jupyter keeps for idle cullers",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
     "provisioner/fractional_gpu/commands/logs.py": "what to show",
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",

@@ -275,6 +275,11 @@ class Settings(HasTraits):
             return self.default_fraction
         return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
 
+    @property
+    def culls_idle(self) -> bool:
+        """Whether the broker ends idle kernels that hold GPU state."""
+        return self.cull_idle_after is not None or self.cull_above < 100
+
     def admin_gid(self) -> int | None:
         """Return the id of the administrators' group; None if none is set. Raises ConfigError if the host has no such group."""
         if not self.admin_group:

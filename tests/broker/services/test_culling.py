@@ -1,6 +1,7 @@
 """Which kernels are ended for being idle or for the host memory that they fill."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,9 @@ def view() -> LeaseView:
     return dataclasses.replace(hand.view("a"), busy=False, last_active_ms=0)
 
 
-def kernel(view: LeaseView, name: str, idle_since_ms: int, saved_mib: int = 300, **changes: object) -> LeaseView:
+def kernel(view: LeaseView, name: str, idle_since_ms: int, saved_mib: int = 300, **changes: Any) -> LeaseView:  # noqa: ANN401
     state = LeaseState.SUSPENDED if saved_mib else LeaseState.RESIDENT
-    fields = {"state": state, "last_active_ms": idle_since_ms, "saved_mib": saved_mib, **changes}
+    fields: dict[str, Any] = {"state": state, "last_active_ms": idle_since_ms, "saved_mib": saved_mib, **changes}
     return dataclasses.replace(view, spec=dataclasses.replace(view.spec, lease_id=name), **fields)
 
 
@@ -44,9 +45,7 @@ def test_a_kernel_that_was_idle_for_the_whole_time_is_due_suspended_or_not(view:
     "changes",
     [{"busy": True}, {"pinned_until_ms": 8 * DAY_MS}, {"state": LeaseState.NO_CONTEXT}, {"state": LeaseState.RESUMING}],
 )
-def test_a_kernel_that_is_used_or_pinned_or_holds_nothing_is_not_due(
-    view: LeaseView, changes: dict[str, object]
-) -> None:
+def test_a_kernel_that_is_used_or_pinned_or_holds_nothing_is_not_due(view: LeaseView, changes: dict[str, Any]) -> None:
     assert culled([kernel(view, "a", 0, **changes)], WEEK) == []
 
 
@@ -60,7 +59,9 @@ def test_the_longest_idle_end_until_enough_host_memory_is_free(view: LeaseView) 
     assert culled(views, SCARCE) == ["old", "middle"], "300 of 1000 MiB remain"
     assert culled(views[:1], SCARCE) == []
     why = to_cull(views, DAY_MS, BUDGET_MIB, SCARCE)["old"]
-    assert why == "it has been idle for 23 h 59 min, and suspended kernels fill over 50 % of the host memory they may use"
+    assert (
+        why == "it has been idle for 23 h 59 min, and suspended kernels fill over 50 % of the host memory they may use"
+    )
 
 
 def test_what_ends_for_its_age_frees_host_memory_too(view: LeaseView) -> None:

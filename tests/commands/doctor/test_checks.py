@@ -20,7 +20,7 @@ from fractional_gpu.client.state_folder import make_state_folder, node_name
 from fractional_gpu.commands.doctor import machine, setup
 from fractional_gpu.commands.doctor.doctor import CHECKS
 from fractional_gpu.commands.doctor.report import Finding, Severity
-from fractional_gpu.config import load
+from fractional_gpu.config import Settings, load
 from fractional_gpu.config.service import PARTS, RECORD
 from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.gpu.interface import DeviceInfo
@@ -405,6 +405,7 @@ ROWS: dict[str, list[Row]] = {
     ],
     "cullers": [
         (lambda m: m.cullers(), (OK,)),
+        (lambda _: setup.check_cullers(Settings({"cull_above": (90, "a file")})), (OK, "they spare kernels that hold GPU state")),
         (lambda m: m.process(12, "python3", "jupyter_server", "--MappingKernelManager.cull_idle_timeout=0").cullers(), (OK,)),
         (lambda m: m.process(10, "python3", "jupyter_server", "--MappingKernelManager.cull_idle_timeout=300").cullers(),
             (WARNING, "process 10: MappingKernelManager.cull_idle_timeout is 300", "set it to 0")),

@@ -210,11 +210,11 @@ class BrokerRun:
         if (source := settings.revocation_notice) is not None:
             deadline_ms, drains = settings.revocation_deadline, settings.revocation_drains
             work.append(RevocationNotice(broker, source, deadline_ms, drains=drains).run())
-        rule = CullRule(
-            after_ms=settings.cull_idle_after, above_percent=settings.cull_above, warning_ms=settings.cull_warning
-        )
-        broker.culls_idle = rule.is_on
-        if rule.is_on:
+        broker.culls_idle = settings.culls_idle
+        if settings.culls_idle:
+            rule = CullRule(
+                after_ms=settings.cull_idle_after, above_percent=settings.cull_above, warning_ms=settings.cull_warning
+            )
             work.append(Culler(broker, rule, partial(service.end_kernel, "The GPU broker")).run())
         everyone = settings.yield_for_everyone
         asks = (Yielder(broker, one, everyone=everyone, refresh=sampler.refresh) for one in settings.yielders)

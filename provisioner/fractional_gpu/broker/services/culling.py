@@ -31,10 +31,6 @@ class CullRule:
     above_percent: int
     warning_ms: int
 
-    @property
-    def is_on(self) -> bool:
-        return self.after_ms is not None or self.above_percent < 100
-
 
 def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullRule) -> dict[str, str]:
     """Return why each kernel is to be ended, by lease, the longest idle first."""

@@ -161,7 +161,7 @@ CHECKS: Final = (
     Check("machine", "ledger", lambda of: setup.check_ledgers(of.socket, of.settings) if of.socket is not None else ()),
     Check("machine", "kernelspecs", lambda of: setup.check_kernelspecs(of.settings)),
     Check("machine", "workstation", lambda of: setup.check_workstation(of.settings)),
-    Check("machine", "cullers", lambda _: setup.check_cullers()),
+    Check("machine", "cullers", lambda of: setup.check_cullers(of.settings)),
     Check("node", "slurm", lambda of: slurm.check_slurm(of.options)),
     Check("node", "broker", lambda of: slurm.check_broker(of.options)),
     Check("node", "seats", lambda of: slurm.check_seats(of.options)),

@@ -248,7 +248,7 @@ _SET: Final = re.compile(rf"^\s*c\.(\w+)\.({'|'.join(_TRAITS)})\s*=\s*([^#\n]+)"
 _FLAG: Final = re.compile(rf"^--(\w+)\.({'|'.join(_TRAITS)})=(.+)$")
 _CULLERS: Final = ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers")
 _CONFIGS: Final = re.compile(r"jupyter_(?:\w+_)?config\.(?:py|json)")
-_ADVICE: Final = "set it to 0 for fractional kernels, and let the pool's idle_after suspend them instead"
+_ADVICE: Final = "set it to 0 for fractional kernels, or set c.GPUBroker.cull_idle_after: idle cullers then spare kernels with GPU state"
 
 
 def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] | None = None) -> Iterator[Finding]:
@@ -321,8 +321,17 @@ def _import_failure(python: str) -> str:
 
 
 def check_cullers(
-    *, environment: Mapping[str, str] = os.environ, folders: Iterable[str] | None = None, proc: Path = PROC
+    settings: Settings | None = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    folders: Iterable[str] | None = None,
+    proc: Path = PROC,
 ) -> Iterator[Finding]:
+    if settings is not None and settings.culls_idle:
+        yield ok(
+            "cullers", "they spare kernels that hold GPU state, which the broker ends (cull_idle_after, cull_above)"
+        )
+        return
     everywhere = jupyter_config_path() if folders is None else folders
     where = [Path(folder) for folder in everywhere if os.path.isdir(folder)]  # noqa: PTH112 - False without access
     found = [*_configured(where), *_running(proc)]
