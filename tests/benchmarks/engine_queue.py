@@ -33,7 +33,7 @@ from fractional_gpu.simulator.traces import Session
 
 WAIT_TARGET_MS = 30_000
 WAIT_BOUND_MILLI = 50
-"""The usual `wait_target` and `wait_bound` of a pool: one cell of twenty may wait longer than half a minute."""
+"""The usual `wait_target` and `wait_bound` of a pool: one cell in twenty may wait longer than half a minute."""
 _ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # of a pool that offers any
 _MOST_ON_A_DEVICE_MILLI = 16_000
 _DUTY_STEP = 10  # thousandths: similar loads share a forecast
@@ -262,8 +262,8 @@ def run_engine(
     for session, host in zip(trace, queue.hosts, strict=True):
         if host < 0:
             raise SimulationError(
-                f"session {session.session_id!r} never begins: no node's count is ever enough for what it asks for; simulate larger "
-                "hosts, a wider wait_bound, or leave such sessions out"
+                f"session {session.session_id!r} never starts, because no node's count ever covers its request; simulate larger hosts, "
+                "allow longer waits (wait_bound), or leave such sessions out"
             )
     begun = [later(session, waited) for session, waited in zip(trace, queue.waited_ms, strict=True)]
     result = simulate(hosts, begun, name=door.value, door=AssignedHosts(hosts, begun, queue.hosts))

@@ -205,7 +205,7 @@ async def test_a_claim_that_cannot_be_taken_fails_one_call_and_not_the_next(
     monkeypatch.setattr(claim, "take", fails_once(error, claim.take))
     link = WorkerLink(f"simulated:{simulated.directory}", claim=claim)
     async with asyncio.timeout(30):
-        with pytest.raises(GPUError, match="could not ask") as caught:
+        with pytest.raises(GPUError, match="could not request") as caught:
             await link.start()
         assert caught.value.code is C.WORKER_DIED
         await link.start()

@@ -96,7 +96,7 @@ def test_a_compressed_record_replays_and_holds_the_same_lines(tmp_path: Path, tr
     assert packed == (tmp_path / "again.log.gz").read_bytes()
     assert gzip.decompress(packed) == (tmp_path / "run.log").read_bytes()
     (tmp_path / "half.gz").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(TraceError, match="is not a whole gzip file"):
+    with pytest.raises(TraceError, match="is not a complete gzip file"):
         replay(tmp_path / "half.gz")
 
 
@@ -115,7 +115,7 @@ def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Se
 
 def test_a_record_of_a_baseline_has_nothing_to_replay(tmp_path: Path, trace: list[Session]) -> None:
     run_baseline("cull", host(), trace, record=tmp_path / "run.log")
-    with pytest.raises(TraceError, match="is of the baseline cull, in which no arbiter decides; there is nothing"):
+    with pytest.raises(TraceError, match="records the baseline cull, which has no arbiter; there is nothing"):
         replay(tmp_path / "run.log")
 
 

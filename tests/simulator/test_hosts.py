@@ -221,5 +221,5 @@ def test_a_fraction_goes_to_the_device_with_the_least_room_of_all_hosts(tmp_path
 
 
 def test_no_host_can_reserve_more_than_it_has() -> None:
-    with pytest.raises(SimulationError, match="'a' reserves 3 GPUs, and there are 2 in one host"):
+    with pytest.raises(SimulationError, match="'a' reserves 3 GPUs, but a host has 2"):
         run_baseline("reservation", [host(2), host(1)], [session("a", 0, gpus=3)])

@@ -112,7 +112,7 @@ def test_the_first_sentence_has_the_figures_of_the_first_run(runs: list[Result])
     assert headline(replace(result, waits=Spread.of([9_000_000])), ABOUT).startswith(said.replace("2.6 s", "2.5 h"))
     assert ": no GPU cell waited; whole" in headline(replace(result, waits=Spread.of([0, 0])), ABOUT)
     bad = replace(result, out_of_memory=3, lost=2)
-    failures = "3 times a cell found too little memory; 2 sessions could not run to their end"
+    failures = "3 times a cell found too little memory; 2 sessions could not finish"
     assert headline(bad, ABOUT) == f"{said}; {needed}; {failures}."
     none = headline(replace(result, waits=Spread()), replace(ABOUT, users=1, whole_gpus=1))
     assert (

@@ -1,1 +1,1 @@
-"""Clusters' engines: the node agent that gives Slurm and Kubernetes the broker's numbers, and what makes a job's allocation a seat."""
+"""Cluster engines: the node agent that gives Slurm and Kubernetes the broker's numbers, and the seats of jobs and pods."""

@@ -168,7 +168,7 @@ class Agent:
                 continue
             self._tell(
                 f"pool {pool}",
-                "" if there else f"the broker has no pool {pool!r}: its count {name} equals what is in use",
+                "" if there else f"the broker has no pool {pool!r}, so its count {name} is set to what is in use",
             )
             counts[name] = in_use
             if there is not None:

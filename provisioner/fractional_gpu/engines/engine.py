@@ -1,4 +1,4 @@
-"""What an engine (Slurm, Kubernetes) offers a node agent, and its errors."""
+"""The interface between a node agent and an engine (Slurm, Kubernetes), and its errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,4 +47,4 @@ class Engine(Protocol):
         """Return the node's record."""
 
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
-        """`record` is the last one read."""
+        """Write the counts and the summary. `record` is the last record read."""

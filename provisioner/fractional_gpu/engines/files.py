@@ -100,7 +100,7 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFiles:
-    """The input. `command` runs `jupyter gpu`; `words`: options shared by agent, Prolog and Epilog.
+    """Settings for the files. `command` runs `jupyter gpu`; `words`: options shared by agent, Prolog and Epilog.
 
     `slurm_bin`: the folder of Slurm's commands, if not on the usual path; `partitions`: if given, only their jobs may have shares.
     """

@@ -30,7 +30,7 @@ _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookSettings:
-    """What Prolog, Epilog and agent agree on.
+    """Settings that Prolog, Epilog and agent share.
 
     `pools`: the pool of each count, by the count's name in Slurm. `shard_pool`: the pool of shards (empty: ignore shards). `has_groups`:
     Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory`: what to do if the job's memory cannot hold its

@@ -1,8 +1,8 @@
-"""What the node agent does for Slurm's jobs besides the counts: missing seats, abandoned seats, and figures for accounting.
+"""The node agent's work for Slurm's jobs in addition to the counts: missing seats, abandoned seats, and figures for accounting.
 
 If a job's Prolog could not register its seat, the agent does so as soon as the broker answers. If Slurm says that a job has ended but
 its Epilog did not run, the agent ends the seat. It writes a job's figures into the AdminComment, at most once per `comment_ms`, and the
-last ones into the accounting database. That learns of the job's end later and may be down, so they wait up to `ended_ms`. The agent
+last ones into the accounting database. The database learns of the job's end later and may be down, so they wait up to `ended_ms`. The agent
 lists the node's jobs only if a seat is missing or some seats are old enough.
 """
 

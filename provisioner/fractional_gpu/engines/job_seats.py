@@ -126,7 +126,7 @@ def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> in
     gpus, parts = total_of(there, "gpu"), total_of(there, SHARD)
     if not gpus or parts < gpus:
         raise EngineError(
-            f"the node has {node_gres!r}: without gpu:N and at least N shards, the size of a shard is unknown"
+            f"the size of a shard is unknown: the node has {node_gres!r}, but needs gpu:N and at least N shards"
         )
     if len(indexes) != 1:
         raise EngineError(

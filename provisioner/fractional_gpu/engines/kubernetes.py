@@ -50,7 +50,7 @@ RIGHTS: Final = [
     ("watch", "pods"),
     ("patch", "pods/status"),
 ]
-"""What an agent does at the API; the manifests give these rights and no others."""
+"""The API requests of an agent. The manifests grant these rights and no others."""
 
 
 class _PageMetadata(Struct, rename="camel"):

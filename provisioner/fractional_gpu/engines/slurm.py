@@ -281,7 +281,7 @@ def cannot_run(command: str, error: OSError) -> EngineUnavailableError:
 def failed(command: str, said: str, code: int) -> EngineError:
     text = " ".join(_ERROR.sub("", said).split())[:300] or f"exit code {code}"
     if any(fault in said for fault in _FAULTS) and "authentication" not in said.lower():
-        return EngineError(f"Slurm refuses: `{command}` says: {text}")
+        return EngineError(f"Slurm refused `{command}`: {text}")
     return EngineUnavailableError(f"{_daemon_of(command)} does not answer; `{command}` says: {text}")
 
 

@@ -1,4 +1,4 @@
-"""Tries a checkpoint and a restore on our own child process: only a real CUDA process shows what the driver permits here.
+"""Tries a checkpoint and a restore on our own child process, because only a real CUDA process shows what the driver permits here.
 
 For the doctor and a starting broker. It touches no other process, limits the time of each step, and kills the child (`probe_process`) at
 the end. The result includes the memory that the monitor counts for the child: if devices do not count memory under the pids that the
@@ -24,7 +24,7 @@ _ANSWER_S: Final = 20.0
 _LOCK_MS: Final = 10_000
 _COPY_S: Final = 60.0
 _NO_RIGHTS: Final = (
-    "of a process of our own that means missing rights (run the broker as root, or with CAP_SYS_PTRACE), or a sandbox such as gVisor, "
+    "for our own child process, this means missing rights (run the broker as root, or with CAP_SYS_PTRACE), or a sandbox such as gVisor, "
     "which does not let the driver reach other processes"
 )
 

@@ -1,4 +1,4 @@
-"""The boundary to devices: what the broker needs any kind of GPU to do.
+"""The boundary to devices: the operations that the broker needs from any kind of GPU.
 
 It has two halves: a `Monitor` (quick reads, used by the broker) and a `Checkpointer` (controls other processes' CUDA state, used only by
 the checkpoint worker). The NVIDIA and the simulated implementation behave alike, including their error codes.
@@ -170,10 +170,10 @@ class MemoryLimits(Protocol):
     """Memory limits of control groups, enforced by the driver. `group`: its path from the hierarchy's root, on the host."""
 
     def set(self, device_id: str, group: str, mib: int | None) -> None:
-        """Limit the group on the device, or end the limit (None). Raises GPUError."""
+        """Set the group's limit on the device; None removes it. Raises GPUError."""
 
     def read(self, device_id: str, group: str) -> MemoryLimit | None:
-        """Return the group's limit on the device, None without one. Raises GPUError."""
+        """Return the group's limit on the device, or None if it has none. Raises GPUError."""
 
 
 class Checkpointer(Protocol):

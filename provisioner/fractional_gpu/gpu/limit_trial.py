@@ -1,4 +1,4 @@
-"""Tries a memory limit on our own child process: whether the driver enforces what a control group may hold of a device.
+"""Tries a memory limit on our own child process, to see whether the driver enforces a control group's limit on a device.
 
 The child runs in a separate control group below the broker's. It must be able to allocate below the limit, and not past it.
 """
@@ -28,7 +28,7 @@ async def try_memory_limit(
             ) as process:
                 found = await worker.read_limit(device_id, group)
                 if found is None or found.hard_mib != device_mib or found.used_mib < MEMORY_MIB:
-                    return LimitTrial(why_not=f"a limit of {device_mib} MiB was set, and the driver says {found}")
+                    return LimitTrial(why_not=f"a limit of {device_mib} MiB was set, but the driver reports {found}")
                 near_mib = found.used_mib + MEMORY_MIB // 2
                 await worker.set_limit(device_id, group, near_mib)
                 is_told = await ask_probe(process, "size") == str(near_mib)
@@ -37,7 +37,7 @@ async def try_memory_limit(
                 within = await ask_probe(process, "grow")
                 if (past, within) != ("full", "grown"):
                     return LimitTrial(
-                        why_not=f"past the limit a process is {past or 'ended'}, below it {within or 'ended'}"
+                        why_not=f"an allocation past the limit answered {past or 'nothing'}, and one below it {within or 'nothing'}"
                     )
                 await worker.set_limit(device_id, group, None)
                 return LimitTrial(is_told=is_told)

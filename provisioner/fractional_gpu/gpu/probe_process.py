@@ -93,7 +93,7 @@ def hold_nvidia(driver: Any = None) -> Memory:  # noqa: ANN401 - the bindings ha
     def grow() -> bool:
         result, _ = cuda.cuMemAlloc(_BYTES)
         if int(result) not in (0, _OUT_OF_MEMORY):
-            raise RuntimeError(f"cuMemAlloc gave {getattr(result, 'name', result)} ({int(result)})")
+            raise RuntimeError(f"cuMemAlloc returned {getattr(result, 'name', result)} ({int(result)})")
         return int(result) == 0
 
     def size() -> int:

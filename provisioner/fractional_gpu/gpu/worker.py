@@ -64,7 +64,7 @@ def _send(message: Mapping[str, Any]) -> None:
 
 
 class _Limits:
-    """Opened at its first use: few drivers have them."""
+    """The device's memory limits, opened at the first use because few drivers have them."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -140,8 +140,8 @@ def _lives(target: ProcessIdentity) -> bool:
     if found != target:
         raise GPUError(
             GPUErrorCode.WRONG_IDENTITY,
-            f"process {target.pid} is not the expected one: it started at tick {found.start_time} of boot {found.boot_id}, expected "
-            f"was tick {target.start_time} of boot {target.boot_id}",
+            f"process {target.pid} is not the expected one: it started at tick {found.start_time} of boot {found.boot_id}, but expected "
+            f"tick {target.start_time} of boot {target.boot_id}",
         )
     return True
 

@@ -246,7 +246,7 @@ class WorkerLink:
         except Exception as error:
             log.critical("the link to the checkpoint worker failed during %s", what, exc_info=error)
             await self._kill()
-            sentence = f"could not ask the checkpoint worker for {what}: {error!r}"
+            sentence = f"could not request {what} from the checkpoint worker: {error!r}"
             raise GPUError(GPUErrorCode.WORKER_DIED, sentence) from error
         failure = reply.failure()
         if failure is None:
@@ -268,8 +268,7 @@ class WorkerLink:
         if self._claim is not None and not self._claim.take():
             raise GPUError(
                 GPUErrorCode.WORKER_BUSY,
-                f"the checkpoint worker of {self._claim.holder()} is still running: nothing can be suspended or resumed until it is "
-                "done",
+                f"the checkpoint worker of {self._claim.holder()} is still running: nothing can be suspended or resumed until it exits",
             )
         self._is_stale = False
         self._unexplained.clear()

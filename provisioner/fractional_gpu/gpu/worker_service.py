@@ -165,7 +165,7 @@ async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
     await readable(connection.fileno())
     with contextlib.suppress(OSError):
         if connection.recv(1):
-            log.warning("killing the checkpoint worker %d, as the broker asked", worker.pid)
+            log.warning("killing checkpoint worker %d, as the broker requested", worker.pid)
             worker.kill()
 
 

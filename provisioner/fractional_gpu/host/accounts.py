@@ -1,4 +1,4 @@
-"""Which user is charged for a process: one person may run processes with many uids.
+"""Finds the user who is charged for a process, because one person may run processes with many uids.
 
 A subordinate uid (rootless containers) is charged to its owner in /etc/subuid; other sources of subordinate uids (sssd) are not read. A
 uid without a passwd entry is charged to itself, or to one account that the administrator sets. Limits, shares, budgets and rates use
@@ -59,7 +59,7 @@ def _uid_in(lookup: Callable[..., pwd.struct_passwd], key: object) -> int | None
 
 
 ACCOUNTS = Accounts()
-"""This machine's."""
+"""The accounts of this machine."""
 account_uid = ACCOUNTS.uid_of
 
 

@@ -23,8 +23,8 @@ class DeviceClaimedError(Exception):
     def __init__(self, device_id: str, pid: int | None, uid: int | None) -> None:
         holder = "a process that cannot be identified" if pid is None else f"process {pid} of user id {uid}"
         super().__init__(
-            f"device {device_id} is managed by {holder}, and a device can have only one broker: use that one, stop it, or give this "
-            "one other devices; to share the machine among users, an administrator can run one for all (`jupyter gpu broker "
+            f"device {device_id} is already managed by {holder}, and a device can have only one broker. Use that broker, stop it, or give "
+            "this one other devices. To share the machine among users, an administrator can run one broker for all (`jupyter gpu broker "
             "--service`)"
         )
         self.device_id = device_id
@@ -97,7 +97,7 @@ def _address(device_id: str) -> bytes:
     if not device_id or len(address) > _MAX_NAME_BYTES or "\0" in device_id:
         room = _MAX_NAME_BYTES - len(_PREFIX)
         raise ValueError(
-            f"a device id to claim has 1 to {room} bytes and no NUL; got {device_id!r}: give the device's UUID"
+            f"a device id must have 1 to {room} bytes and no NUL, not {device_id!r}; give the device's UUID"
         )
     return address
 

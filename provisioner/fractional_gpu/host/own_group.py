@@ -35,7 +35,7 @@ def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
 
 
 def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
-    """Return the group for the processes of the process's user or seat, or None. Other kernels in it may prove it shared: see `HardCaps`.
+    """Return the group that only the process's user or seat uses, or None. Other kernels in it may prove it shared (see `HardCaps`).
 
     Raises ProcessLookupError, OSError.
     """

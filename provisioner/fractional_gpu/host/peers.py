@@ -1,4 +1,4 @@
-"""A UNIX socket's peer: its credentials, from the kernel, and whether it reads what was written.
+"""A UNIX socket's peer: its credentials, from the kernel, and whether it has read everything.
 
 Pid, uid and gid date from when the peer connected (or, for a listening peer, listened). The pid may belong to another process by now,
 so it is a hint until the process is identified.
@@ -49,7 +49,7 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Whether the peer has yet to read something. A thread blocked in a read takes data without running code."""
+    """Whether the peer has not read everything yet. A thread blocked in a read takes data without running code."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
 

@@ -22,7 +22,7 @@ _DEAD_STATES: Final = frozenset("ZXx")
 _HELD_UP_STATES: Final = frozenset("Tt")
 _AT_ONCE: Final = 1 << 16  # bytes
 MOST_BYTES: Final = 8 << 20
-"""What is read at most of a file in /proc whose size a process chooses."""
+"""The most bytes to read from a file in /proc whose size a process chooses."""
 _MOST_BYTES_PER_UID: Final = 8 * MOST_BYTES  # of environments per scan
 _LONGEST_ENTRY: Final = 1 << 17  # bytes; Linux's limit for an argument or variable
 _MOST_DESCRIPTORS: Final = 1 << 16
@@ -45,7 +45,7 @@ class ProcessIdentity:
     def from_dict(cls, data: dict[str, object]) -> Self:
         boot, pid, start = (data.get(name) for name in ("boot_id", "pid", "start_time"))
         if not isinstance(boot, str) or not boot:
-            raise ValueError(f"boot_id of a process identity must be a non-empty text; got {boot!r}")
+            raise ValueError(f"boot_id of a process identity must be a non-empty string; got {boot!r}")
         if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
             raise ValueError(f"pid of a process identity must be a positive integer; got {pid!r}")
         if not isinstance(start, int) or isinstance(start, bool) or start < 0:

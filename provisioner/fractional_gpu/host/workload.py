@@ -51,7 +51,7 @@ _PLACES: Final = {
     ),
 }
 BASE_MIB: Final = 1024
-"""What the processes of a kernel take of host memory before anything is saved there, MiB: Python, a framework, the driver's part."""
+"""The host memory that a kernel's processes use before anything is saved there, in MiB: Python, a framework, the driver's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +146,6 @@ def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) 
     remedy = "--mem" if engine == SLURM else "resources.limits.memory"
     return (
         f"{limit.limited_by} is less than the {base_mib} MiB that a kernel uses plus the {cap_mib} MiB of GPU memory saved there "
-        f"while it is idle: its kernels may not be suspended, and then block others from the GPU; raise {remedy} to "
+        f"while it is idle: its kernels may fail to suspend, and then keep others from the GPU; raise {remedy} to "
         f"{base_mib + cap_mib} MiB"
     )

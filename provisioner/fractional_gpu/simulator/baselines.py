@@ -1,4 +1,4 @@
-"""What users do without this project, on the same trace, for comparison; docs/simulator.md describes `BASELINES`.
+"""Baselines: what users do without this project, on the same trace, for comparison (docs/simulator.md describes them).
 
 A wait at the door, and a culled kernel's wait for GPUs, delay the rest of the session. Hosts are chosen by best fit: whole GPUs come from
 the host with the fewest free GPUs that suffice, a fraction from the device with the least room that suffices.
@@ -190,8 +190,8 @@ class _WholeGPUs(_Base):
         for session in self.trace:
             if session.gpus > most:
                 raise SimulationError(
-                    f"session {session.session_id!r} reserves {session.gpus} GPUs, and there are {most} in one host; "
-                    "simulate more with --devices or --hosts"
+                    f"session {session.session_id!r} reserves {session.gpus} GPUs, but a host has {most}; simulate more with --devices or "
+                    "--hosts"
                 )
 
     def _held(self) -> int:
@@ -428,8 +428,8 @@ class _TimeSlice(_Sharing):
     def _open(self, kernel: _Kernel) -> None:
         if kernel.session.most_gpus > 1:
             raise SimulationError(
-                f"session {kernel.session.session_id!r} uses {kernel.session.most_gpus} GPUs at once, and time-slicing is simulated for "
-                "one; leave such sessions out with --set one_gpu_only=true"
+                f"session {kernel.session.session_id!r} uses {kernel.session.most_gpus} GPUs at once, but time-slicing supports only one "
+                "GPU for each session; leave such sessions out with --set one_gpu_only=true"
             )
         each = [
             (count, host, device) for host, counts in enumerate(self._sessions) for device, count in enumerate(counts)

@@ -16,7 +16,7 @@ from fractional_gpu.simulator.machine import Host, lease_for
 from fractional_gpu.simulator.traces import Session
 
 Machine: TypeAlias = Host | Sequence[Host]
-"""What a trace runs on: one host, or several. The names of devices are a host's own."""
+"""The host or hosts that a trace runs on. Device names are unique only within a host."""
 
 
 def hosts_of(machine: Machine) -> tuple[Host, ...]:
@@ -45,7 +45,7 @@ class Moments:
 
 
 class Leases:
-    """What each session asks for on each host, or None if the host can never serve it. Raises SimulationError if none can."""
+    """The lease that each session requests on each host, or None if the host can never serve it. Raises SimulationError if none can."""
 
     def __init__(self, hosts: Sequence[Host], trace: Sequence[Session]) -> None:
         kinds = {host: at for at, host in enumerate(dict.fromkeys(hosts))}

@@ -38,7 +38,7 @@ class Memory(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the synthetic users do, by default as in the trace. Percentages are integers."""
+    """The behaviour of synthetic users, by default as in the published trace. Percentages are integers."""
 
     habit: Habit = Habit.PUBLISHED
     # the next four apply to the published habit, not to other habits

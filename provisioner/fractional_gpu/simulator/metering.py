@@ -1,4 +1,4 @@
-"""The meter in virtual time: how much a run's leases use and their devices draw; only a simulator knows the truth.
+"""Meters a run in virtual time: how much its leases use, and how much power its devices draw.
 
 Each host has the broker's meter (`core.metering.meter`), which reads the arbiter's views and changes no decision. A device draws its
 idle power, plus the difference to peak power times the cells' use. Noise of n percent multiplies each power and each measured use by a

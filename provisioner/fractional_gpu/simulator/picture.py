@@ -29,7 +29,7 @@ _MOST_DECADES_WITH_2_AND_5 = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
-    """What made the runs: the first run's users and GPUs, and the command's input.
+    """The input of the runs: the first run's users and GPUs, and the command's input.
 
     `whole_gpus` is the most GPUs that open sessions would have reserved at once. `policy` is the configuration file's text. With
     `hours_of_day`, the trace begins at midnight.
@@ -57,7 +57,7 @@ def picture(results: Sequence[Result], about: RunDescription) -> str:
         ("Cells and sessions that wait", lambda timeline: timeline.waiting),
     ]
     charts = [(title, _over_time(results, column, title, about)) for title, column in over_time]
-    charts.append(("Waits: the share of GPU cells that waited at most so long", _waits(results)))
+    charts.append(("Waits: the share of GPU cells that waited at most this long", _waits(results)))
     figures = [(name, [f"{value(one):,.12g}" for one in results]) for name, value in _figures(results)]
     return render(
         "runs.html", headline=headline(results[0], about), names=[one.name for one in results], figures=figures,
@@ -81,7 +81,7 @@ def headline(result: Result, about: RunDescription) -> str:
     if result.out_of_memory:
         said += f"; {plural(result.out_of_memory, 'time')} a cell found too little memory"
     if result.lost:
-        said += f"; {plural(result.lost, 'session')} could not run to their end"
+        said += f"; {plural(result.lost, 'session')} could not finish"
     return said + "."
 
 
@@ -111,7 +111,7 @@ def _figures(results: Sequence[Result]) -> list[tuple[str, Callable[[Result], fl
             lambda result: result.lateness.percentile_of_users_ms(100) / 1000,
         ),
         ("cells without enough memory", lambda result: result.out_of_memory),
-        ("sessions that could not run to their end", lambda result: result.lost),
+        ("sessions that could not finish", lambda result: result.lost),
     ]
 
 

@@ -140,7 +140,7 @@ def replay(path: Path) -> tuple[int, int]:
                     )
                 events_seen, effects_seen = events_seen + 1, effects_seen + len(effects)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceError(f"{path} is not a whole gzip file: {error}") from error
+        raise TraceError(f"{path} is not a complete gzip file: {error}") from error
     except OSError as error:
         raise TraceError(f"the log {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -160,9 +160,7 @@ def _begin(path: Path, line: str) -> list[Arbiter]:
     if head is None or (head.format, head.version) != (_FORMAT, _VERSION):
         raise TraceError(f"{path} is not an event log of version {_VERSION}; record one with --set record=FILE")
     if head.baseline is not None:
-        raise TraceError(
-            f"{path} is of the baseline {head.name}, in which no arbiter decides; there is nothing to replay"
-        )
+        raise TraceError(f"{path} records the baseline {head.name}, which has no arbiter; there is nothing to replay")
     return [Arbiter(parallel_swaps=host.parallel_swaps) for host in head.hosts]
 
 

@@ -106,7 +106,7 @@ class NvidiaCheckpointer:
         result, _ = self._ask("cuInit", 0)
         if result != _SUCCESS:
             code = _CODES.get(result, GPUErrorCode.UNKNOWN)
-            hint = _FABRIC_MANAGER if code is GPUErrorCode.SYSTEM_NOT_READY else "`nvidia-smi` may tell more"
+            hint = _FABRIC_MANAGER if code is GPUErrorCode.SYSTEM_NOT_READY else "`nvidia-smi` may show why"
             raise GPUError(code, f"the CUDA driver could not be initialised: {self._name(result)}; {hint}")
 
     @property

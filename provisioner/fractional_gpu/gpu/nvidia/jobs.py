@@ -11,7 +11,7 @@ from typing import Final
 
 JOB_FILE: Final = "CUDA_CHECKPOINT_JOB_FILE"
 REQUEST: Final = "JUPYTER_GPU_CHECKPOINT_JOB"
-"""Set where a program is to start with a job."""
+"""Set in the environment of a program that starts with a job."""
 
 NAME: Final = "cuda-checkpoint-job"
 _LINK: Final = f"/memfd:{NAME} (deleted)"

@@ -65,7 +65,7 @@ class SimulatedCheckpointer:
             if not shut_gate(self._store, process.key, timeout_ms / 1000):
                 raise GPUError(
                     GPUErrorCode.NOT_READY,
-                    f"process {pid} still works on the device after {timeout_ms} ms; it was left running",
+                    f"process {pid} is still working on the device after {timeout_ms} ms; it was left running",
                 )
 
         self._run("lock", pid, act, turn_s=timeout_ms / 1000)
@@ -149,7 +149,7 @@ class SimulatedCheckpointer:
             code = GPUErrorCode.NOT_INITIALIZED
         elif state is ProcessState.FAILED and operation == "restore":
             code = GPUErrorCode.OPERATING_SYSTEM
-        raise GPUError(code, f"{operation} of process {pid}: it is {state.value}, it must be {NEEDS[operation].value}")
+        raise GPUError(code, f"{operation} of process {pid}: it is {state.value}, but must be {NEEDS[operation].value}")
 
     def _save(self, process: Process) -> None:
         self._change(process.key, "phase='device'", "phase='saving'")

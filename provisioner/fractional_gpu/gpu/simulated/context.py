@@ -397,8 +397,8 @@ class Context:
         used, total = int(db.execute(HELD, (device,)).fetchone()[0]), memory_mib * MIB
         if used + n_bytes > total:
             raise _NoRoom(
-                f"out of memory on {name}: asked for {_mib(n_bytes)}, {_mib(total - used)} of {_mib(total)} are free; "
-                "free something, or ask for less"
+                f"out of memory on {name}: tried to allocate {_mib(n_bytes)}, but {_mib(total - used)} of {_mib(total)} are free; free "
+                "some memory, or allocate less"
             )
 
     def _check_cap(self, db: sqlite3.Connection, n_bytes: int, device: str, cap: int) -> None:
@@ -407,8 +407,8 @@ class Context:
         used = int(db.execute(mine + by, (device, value)).fetchone()[0])
         if used + n_bytes > cap:
             raise _NoRoom(
-                f"out of memory: asked for {_mib(n_bytes)}, this kernel holds {_mib(used)} of its cap of {_mib(cap)} "
-                "(JUPYTER_GPU_MEMORY_MIB); free something, or ask for a larger share with %gpu resize"
+                f"out of memory: tried to allocate {_mib(n_bytes)}, but this kernel holds {_mib(used)} of its cap of {_mib(cap)} "
+                "(JUPYTER_GPU_MEMORY_MIB); free some memory, or get a larger share with %gpu resize"
             )
 
     def _check_host(self, n_bytes: int) -> None:
@@ -421,7 +421,7 @@ class Context:
         written = sum(file.stat().st_blocks * 512 for file in self.store.memory.glob("*/*.device"))
         if n_bytes + max(0, declared - written) > available:
             raise SimulatedOutOfMemory(
-                f"this machine has too little memory for the simulated GPU: asked for {_mib(n_bytes)}, room for "
+                f"this machine has too little memory for the simulated GPU: tried to allocate {_mib(n_bytes)}, but there is room for "
                 f"{_mib(max(0, available))} more; allocate less, or start the broker with a smaller --simulate"
             )
 

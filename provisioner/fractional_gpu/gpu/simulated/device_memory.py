@@ -1,4 +1,4 @@
-"""Which control group pays for a shared host's bytes: the host for device memory, the process's job for saved memory.
+"""Charges a shared host's bytes to control groups: device memory to the host's, saved memory to the process's job.
 
 The kernel charges a memory file's pages to the group that first touches them. That would be the wrong one: the notebook fills its device
 memory, root's worker writes the saved copy. So an allocating process sends the file's descriptor to a thread of the broker, which

@@ -59,7 +59,7 @@ def choose_directory(name: str) -> Path:
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
         raise SimulatedHostError(
-            f"{name!r} cannot name a simulated host: use up to 64 letters, digits, '-', '_' and '.'"
+            f"{name!r} is not a valid name for a simulated host: use up to 64 letters, digits, '-', '_' and '.'"
         )
     folder = f"jupyter-gpu-simulated-{os.getuid()}-{name}"
     memory, temporary = Path("/dev/shm"), temporary_folder()  # noqa: S108 (create() checks whose the folder is)
@@ -101,8 +101,8 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
                 if living:
                     pids = ", ".join(str(pid) for pid in living[:8])
                     raise SimulatedHostError(
-                        f"the simulated host in {path} has devices of {present} MiB and processes that use them ({pids}); it cannot "
-                        f"become {sizes} MiB: end those processes first, or request the same devices"
+                        f"the simulated host in {path} has devices of {present} MiB and processes are using them ({pids}), so it cannot "
+                        f"change to {sizes} MiB; end those processes first, or request the same devices"
                     )
                 db.execute("DELETE FROM devices")
                 rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]

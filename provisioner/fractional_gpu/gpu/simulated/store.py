@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS faults (
   id INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, fault TEXT NOT NULL, left INTEGER, pid INTEGER,
   taken INTEGER NOT NULL DEFAULT 0);
 """
-_AFRESH: Final = "remove the folder to start afresh"
+_AFRESH: Final = "remove the folder to start over"
 
 
 class SimulatedHostError(Exception):
@@ -68,7 +68,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise SimulatedHostError(f"setting {name}={value!r} is not allowed; give a whole number, 0 or more")
+                raise SimulatedHostError(f"setting {name} must be a whole number, 0 or more, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
