@@ -1,4 +1,4 @@
-"""What all spawners with a choice of GPU share: the user's options, the spawn page, and the start's progress.
+"""The base of all spawners with a choice of GPU: the user's options, the spawn page, and the start's progress.
 
 Two subclasses get the GPU in different ways:
 
@@ -205,7 +205,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence with what is free now, or "". `without`: the user may choose to have no GPU."""
+    """Return a sentence that lists what is free now, or "". `without`: the user may choose to have no GPU."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools
@@ -214,4 +214,4 @@ def free_fractions(offers: Offers, *, without: bool = False) -> str:
         if one.free
     ]
     free += ["a server without a GPU"] if without else []
-    return f"What you can have now: {', '.join(free)}." if free else ""
+    return f"Available now: {', '.join(free)}." if free else ""

@@ -14,4 +14,4 @@ class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # typ
 
 
 class FractionalGPUSimpleSpawner(FractionalGPUMixin, SimpleLocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Servers that all run as the hub's user: for trying out. Mistakes are prevented, attacks are not."""
+    """Servers that all run as the hub's user, for trying out. This prevents mistakes, but not attacks."""

@@ -16,7 +16,7 @@ NO_LEASE = (
     "`jupyter gpu kernels install` creates them."
 )
 MEASURE_RUNS = "This cell runs once and is not measured."
-BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
+BURST_RUNS = "This cell runs without the larger share that %%gpu requests."
 
 
 class UnleasedKernel:

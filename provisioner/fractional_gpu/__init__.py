@@ -1,6 +1,6 @@
 """Jupyter kernels on fractions of a GPU.
 
-Kernels import this package, so it loads nothing by itself. The classes that configurations name are imported at their first use:
+Kernels import this package, so importing it loads nothing else. The classes that configurations name are imported at their first use:
 
 - `fractional_gpu.FractionalGPUProvisioner`: starts kernels with a lease
 - `fractional_gpu.KeepingKernelManager`: a server's kernel manager whose kernels outlive the server

@@ -1,8 +1,8 @@
 """Medians, percentiles and the 95 % intervals of medians, without assumptions about distributions. Figures in, figures out.
 
-Times of programs have long tails and drift with the machine's load: so medians, never means, with the interval of the sign test. Samples
-that scatter symmetrically about their middle say more: `centre_estimate` has the narrower interval of Wilcoxon's signed-rank test (Hodges
-and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
+Programs' run times have long tails and drift with the machine's load, so this uses medians, never means, with the sign test's interval.
+For samples that scatter symmetrically, `centre_estimate` returns the narrower interval of Wilcoxon's signed-rank test (Hodges and Lehmann,
+1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
 """
 
 import math
@@ -19,7 +19,7 @@ _MOST_EXACT = 50  # samples: beyond, the rank sum is so close to normal that cou
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and the interval that has the true one with at least CONFIDENCE; infinite where too few samples say anything."""
+    """A value, and an interval that contains the true value with at least CONFIDENCE. With too few samples, the interval is infinite."""
 
     value: float
     low: float
@@ -27,16 +27,16 @@ class Estimate:
 
 
 def median(samples: Sequence[float]) -> float:
-    """Return the middle of the samples. Raises ValueError without any."""
+    """Return the median. Raises ValueError if there are no samples."""
     return percentile(samples, 50)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """Return the value below which `percent` of the samples lie, interpolated between neighbours. Raises ValueError."""
     if not samples:
-        raise ValueError("there are no samples, so no percentile of them")
+        raise ValueError("cannot compute a percentile without samples")
     if not 0 <= percent <= 100:
-        raise ValueError(f"{percent} is not a percentage; expected 0 to 100")
+        raise ValueError(f"percent must be from 0 to 100, not {percent}")
     ordered = sorted(samples)
     position = (len(ordered) - 1) * percent / 100
     below = math.floor(position)
@@ -45,17 +45,17 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def midmean(samples: Sequence[float]) -> float:
-    """Return the mean of the middle half of the samples: what is typical, whatever a quarter at each end does. Raises ValueError."""
+    """Return the mean of the middle half of the samples, which ignores outliers. Raises ValueError if there are no samples."""
     ordered = sorted(samples)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
     if not middle:
-        raise ValueError("there are no samples, so no middle of them")
+        raise ValueError("cannot compute a mean without samples")
     return math.fsum(middle) / len(middle)
 
 
 def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """Return the median and its sign-test interval. The samples must be independent. Raises ValueError without any."""
+    """Return the median and its sign-test interval. The samples must be independent. Raises ValueError if there are none."""
     ordered = sorted(samples)
     skipped = _skipped(len(ordered), confidence)
     if skipped is None:
@@ -64,9 +64,9 @@ def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def _skipped(count: int, confidence: float) -> int | None:
-    """Return how many samples to leave out at each end, at most; None if even all of them are too few.
+    """Return the most samples to leave out at each end, or None if there are too few samples.
 
-    The number of samples below the median is binomial: the median lies outside the interval when at most `skipped` are on one side.
+    The number of samples below the median is binomial: the median lies outside the interval if at most `skipped` samples are on one side.
     """
     allowed = (1 - confidence) / 2
     skipped, tail = -1, 0.0
@@ -76,11 +76,11 @@ def _skipped(count: int, confidence: float) -> int | None:
 
 
 def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """Return the centre of samples that scatter symmetrically about it, with its interval. Raises ValueError without any.
+    """Return the centre of samples that scatter symmetrically about it, with its interval. Raises ValueError if there are none.
 
-    The value is the median of the averages of all pairs (each sample with itself, too), and the interval lies between two such averages.
-    Samples that are far off widen it, but hardly that of the sign test: the narrower one counts, the latter with the median. The samples
-    must be independent, and their distribution symmetric; that of differences of two alike quantities is.
+    The value is the median of the averages of all pairs, each sample with itself included, and the interval's ends are two such averages.
+    Outliers widen this interval, but hardly the sign test's, so the narrower one is returned, the sign test's with the median. The samples
+    must be independent and symmetrically distributed, as differences of two similar quantities are.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))
@@ -93,10 +93,10 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 @lru_cache(maxsize=256)
 def _skipped_averages(count: int, confidence: float) -> int | None:
-    """Return how many averages of pairs to leave out at each end, at most; None if even all of them are too few.
+    """Return the most averages of pairs to leave out at each end, or None if there are too few samples.
 
-    As many lie below the true centre as the ranks of the samples below it add up to: that sum is distributed as that of a random part of 1
-    to `count`.
+    The number of averages below the true centre is the sum of the ranks of the samples below it, which is distributed like the sum of a
+    random subset of 1 to `count`.
     """
     allowed = (1 - confidence) / 2
     if count <= _MOST_EXACT:
@@ -107,7 +107,7 @@ def _skipped_averages(count: int, confidence: float) -> int | None:
 
 @lru_cache(maxsize=64)
 def _rank_sums(count: int) -> list[int]:
-    """Return, for each sum, how many parts of the numbers 1 to `count` add up to no more than it."""
+    """Return, for each sum, how many subsets of 1 to `count` add up to at most that sum."""
     parts = [1]
     for rank in range(1, count + 1):
         parts = [

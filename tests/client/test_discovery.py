@@ -284,7 +284,7 @@ def test_a_child_that_was_forked_in_a_start_keeps_no_starter_waiting(
             "^no GPU was found",
         ),
         ("raise SystemExit(3)", "could not be started .exit code 3."),
-        ("pass", "no GPU broker serves"),
+        ("pass", "no GPU broker is running"),
     ],
     ids=["sentence", "silent", "lies"],
 )
@@ -335,10 +335,10 @@ def test_an_interpreter_that_was_removed_is_named(home: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.chmod(0o622), "others could have written it"),
-        (lambda path: path.with_name("other").hardlink_to(path), "others could have written it"),
+        (lambda path: path.chmod(0o622), "another user could have written it"),
+        (lambda path: path.with_name("other").hardlink_to(path), "another user could have written it"),
         (lambda path: (path.rename(f"{path}.real"), path.symlink_to(f"{path}.real")), "cannot be read"),
-        (lambda path: (path.unlink(), path.mkdir()), "others could have written it"),
+        (lambda path: (path.unlink(), path.mkdir()), "another user could have written it"),
         (lambda path: path.write_text("{"), "is not of the form"),
         (lambda path: path.write_text("[]"), "is not of the form"),
         (lambda path: path.write_text('{"argv": []}'), "is not of the form"),
@@ -361,7 +361,7 @@ def test_a_socket_in_an_open_folder_is_not_spoken_to_either_where_none_is_starte
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(home / "b.sock"))
-    with unstarted_broker(token="t") as client, pytest.raises(BrokerUnavailableError, match="no GPU broker serves"):  # noqa: S106
+    with unstarted_broker(token="t") as client, pytest.raises(BrokerUnavailableError, match="no GPU broker is running"):  # noqa: S106
         client.ping()
     home.chmod(0o777)
     with pytest.raises(BrokerUnavailableError, match="other users can write"):
@@ -372,7 +372,7 @@ def test_a_start_command_of_another_user_is_not_run(home: Path, monkeypatch: pyt
     write_settings(home, "raise SystemExit(0)")
     make_foreign(home / "broker.json", monkeypatch)
     monkeypatch.setattr(discovery, "check_folder", str)
-    with pytest.raises(BrokerUnavailableError, match="others could have written it"):
+    with pytest.raises(BrokerUnavailableError, match="another user could have written it"):
         ensure_broker(str(home / "b.sock"))
 
 

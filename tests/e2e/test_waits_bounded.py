@@ -155,7 +155,7 @@ def a_pool_may_take_the_room_until_the_cell_uses_it(world: World, first: Noteboo
     end.touch()
     reply = first.wait(cell)
     assert reply.status == "ok"
-    assert any("has held its share of the GPU unused" in str(shown) for shown in reply.data)
+    assert any("has held its share of the GPU without using it" in str(shown) for shown in reply.data)
     for notebook in (first, second):
         notebook.must(CHECK)
 

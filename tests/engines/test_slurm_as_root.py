@@ -131,9 +131,9 @@ def test_two_jobs_of_one_user_cannot_use_each_others_seat(slurm: Cluster, nodes:
     job = slurm.sbatch(f"export JUPYTER_GPU_SEAT_FILE={file}; {other.command}", HALF, "-w", "n1", "--mem=1600")
     slurm.await_job(job, "RUNNING")
     assert "Error" in other.cell(FILL.format(seed=9, mib=64))
-    assert f"this seat belongs to Slurm job {first}, and the process that asks runs in Slurm job {job}" in nodes[0].log(
-        "broker.out"
-    )
+    assert f"this seat belongs to Slurm job {first}, and the requesting process runs in Slurm job {job}" in nodes[
+        0
+    ].log("broker.out")
     assert {lease.spec.seat for lease in nodes[0].status().leases} <= {seat_of(nodes[0], first)}
 
 

@@ -45,7 +45,9 @@ def holder(device_id: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_second_claim_is_refused_and_names_the_holder(device_id: str, holder: subprocess.Popen[bytes]) -> None:
-    with pytest.raises(DeviceClaimedError, match=rf"{device_id} is already managed by process {holder.pid} of user") as caught:
+    with pytest.raises(
+        DeviceClaimedError, match=rf"{device_id} is already managed by process {holder.pid} of user"
+    ) as caught:
         DeviceClaim.claim(device_id)
     assert (caught.value.device_id, caught.value.pid, caught.value.uid) == (device_id, holder.pid, os.getuid())
 

@@ -192,7 +192,7 @@ def users_share_the_gpu(log: Path) -> None:
             say(f"{name} finds it intact")
         waiting = choose(browser, LATE, "1/2 GPU").locator("#progress-message")
         expect(waiting).to_contain_text("You are number 1 in the queue; about")
-        expect(waiting).to_contain_text("to wait. What you can have now: ")
+        expect(waiting).to_contain_text("to wait. Available now: ")
         say(f"{LATE}: {waiting.text_content()}")
     text = log.read_text()
     assert (

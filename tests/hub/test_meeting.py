@@ -151,7 +151,7 @@ def test_a_full_pool_refuses_on_the_page_and_by_the_api_and_says_what_is_free(hu
     page = visitor.refused(gpu="full/1000")
     assert page.status == (200 if _SHOWN_WITH_200 else 503)
     assert "has promised 256 MiB" in page.error
-    assert "What you can have now: 1/8 GPU of pool default, 1/4 GPU of pool default" in page.error
+    assert "Available now: 1/8 GPU of pool default, 1/4 GPU of pool default" in page.error
     assert "full now" in visitor.get("hub/spawn").text
     hub.await_server("holder")
     hub.stop("holder")

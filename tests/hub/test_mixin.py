@@ -440,7 +440,7 @@ async def test_a_full_pool_says_how_long_and_what_is_free_and_every_viewer_hears
     assert early[0]["message"] == "Asking for 1/2 GPU of pool default"
     assert "has promised 768 MiB of the 1 GiB that it may promise" in early[1]["message"]
     assert (
-        "to wait. What you can have now: 1/8 GPU of pool default, 1/4 GPU of pool default, a server without a GPU."
+        "to wait. Available now: 1/8 GPU of pool default, 1/4 GPU of pool default, a server without a GPU."
         in early[1]["message"]
     )
 
@@ -449,7 +449,7 @@ async def test_a_full_pool_says_how_long_and_what_is_free_and_every_viewer_hears
             return list(client.take_seat(SeatRequest(owner="eve", pool="default", fraction_milli=125)))[-1]
 
     other = await asyncio.to_thread(more)
-    assert "What you can have now: " in (await viewer(one, "has promised 896 MiB"))[-1]["message"], "it stays in sight"
+    assert "Available now: " in (await viewer(one, "has promised 896 MiB"))[-1]["message"], "it stays in sight"
 
     def let_go() -> None:
         with SeatClient(live.socket) as client:

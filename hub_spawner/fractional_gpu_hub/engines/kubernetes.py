@@ -61,7 +61,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         min=0,
         max=2**31 - 2**24,
         help="""Pods with a share run as this uid plus the user's id in the hub, so that each user has a separate uid at the nodes' brokers.
-        0: as the uid of the image or of `uid`; then only their pods keep users apart.
+        0: run as the uid of the image or of `uid`; then only their pods keep users apart.
 
         Example: c.FractionalGPUKubeSpawner.gpu_first_uid = 500000
         """,

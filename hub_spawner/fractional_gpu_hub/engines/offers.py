@@ -36,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """`state`: the engine's word. `problem`: why its summary is unreadable or it takes nothing, in a sentence."""
+    """A node. `state`: the engine's term. `problem`: why its summary is unreadable or it accepts no jobs, in a sentence."""
 
     name: str
     state: str
@@ -170,7 +170,7 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
         parts.append(down)
     if stale := [node for node in up if terms.is_stale(node)]:
         oldest = format_duration(int(max(terms.age_s(node) for node in stale) * 1000))
-        parts.append(f"no news of {_some(node.node for node in stale)} for {oldest}")
+        parts.append(f"no update from {_some(node.node for node in stale)} for {oldest}")
     return "; ".join(parts)
 
 
@@ -225,4 +225,4 @@ def on_offer(offers: Offers, pool: str) -> str:
             return ", ".join(
                 f"{fraction.fraction_milli}m ({format_memory(fraction.memory_mib)})" for fraction in one.fractions
             )
-    return ", ".join(one.pool for one in offers.pools) or "nothing: no node has published its GPUs"
+    return ", ".join(one.pool for one in offers.pools) or "none, because no node has published its GPUs"

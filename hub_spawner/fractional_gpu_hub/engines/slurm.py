@@ -341,7 +341,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return a node's address in Slurm, which need not be its name. Raises EngineError."""
+        """Return a node's address in Slurm, which may differ from its name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
         return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)

@@ -68,7 +68,7 @@ class SlurmNode(ClusterNode):
 
 
 def _why_not(state: str) -> str:
-    """Return, in a word, why Slurm starts no job on a node, or "". A star after a state: no answer."""
+    """Return, in a word, why Slurm starts no job on a node, or "". A star after a state means that the node does not answer."""
     if state.endswith("*"):
         return "not answering"
     flags = state.rstrip("~#!%$@^-").split("+")

@@ -128,7 +128,7 @@ _SENTENCES = {
     405: "this address does not support that method",
     413: "the request is too large",
     429: "you have too many pages of this kind open: close some",
-    500: "the service failed; its log says why",
+    500: "the service failed; see its log",
     502: "the hub does not answer: try again in a moment",
     503: "the hub does not answer: try again in a moment",
 }

@@ -1,4 +1,4 @@
-"""What leases used, for the pages "My usage" and "Usage": queries to the broker, and the parts of the pages.
+"""The figures of the pages "My usage" and "Usage": queries to the broker, and the parts of the pages.
 
 To the broker this process is an administrator, who may read everything. This module keeps the rules:
 

@@ -46,12 +46,12 @@ OPENED = "opened"  # the gate was opened, by the grant or by a command of the br
 INTERRUPTED = "interrupted"
 FREE = "free"  # the main loop runs again: ends a wait of `LoopWatch`
 REVIVING = "The GPU broker does not answer; restarting it."
-_CANNOT_ASK = "This kernel cannot ask for the GPU ({why}). The broker knows that the cell is waiting, and will give it the GPU in turn."
+_CANNOT_ASK = "This kernel cannot request the GPU ({why}). The broker knows that the cell is waiting, and grants it the GPU in turn."
 _UNREACHABLE = (
     "This kernel can no longer reach the GPU broker ({why}). Its GPU memory is kept. Fix the cause, or start the cell with %%cpu: it "
     "then runs at once, and its GPU calls wait until the broker has restored the memory."
 )
-_THREAD_ENDED = "The thread that asks the GPU broker ended unexpectedly; the kernel's log says why. Run the cell again."
+_THREAD_ENDED = "The thread that requests the GPU ended unexpectedly; see the kernel's log. Run the cell again."
 
 
 class RefusedError(Exception):

@@ -77,8 +77,8 @@ def moment(at_ms: int, now_ms: int) -> str:
 
 _KEPT_BY = {
     Cap.DRIVER: "the driver refuses more memory to all processes of this kernel",
-    Cap.FRAMEWORK: "torch, JAX and CuPy keep to it; what else allocates memory is measured afterwards",
-    Cap.SAMPLE: "nothing refuses more memory; what is used is measured afterwards",
+    Cap.FRAMEWORK: "torch, JAX and CuPy respect it; other memory use is checked afterwards",
+    Cap.SAMPLE: "not enforced; memory use is checked afterwards",
 }
 
 

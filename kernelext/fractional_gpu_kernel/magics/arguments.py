@@ -87,7 +87,7 @@ COMMANDS = {
             "pin",
             "keep this kernel on the GPU for a while, idle or not",
             (Argument("duration", "DURATION", "how long, such as 30m or 2h, or `always` (default: 30m)", _PINS),),
-            "The pool limits how long one pin may last and how much of a day a user may pin; a refusal says what is left. `always` "
+            "The pool limits how long one pin may last and how long a user may pin per day; a refusal shows the remaining time. `always` "
             "pins for half an hour (or what the pool allows) and renews that until %gpu unpin, until the kernel ends, or until the "
             "budget is spent, which is shown at the next cell. Draining a device and an administrator's limits override pins.",
         ),

@@ -107,7 +107,7 @@ class _PendingCall(Generic[T]):
         self._is_started = self._is_over = self._hung_up = False
         self._values: list[T] = []
         self._error: FractionalGPUError = InternalBrokerError(
-            "the thread that asks the GPU broker ended unexpectedly; the kernel's log says why"
+            "the thread that calls the GPU broker ended unexpectedly; see the kernel's log"
         )
 
     def start(self) -> None:

@@ -84,7 +84,7 @@ class Magics:
     def burst(self, line: str, cell: str) -> None:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
 
-        The cell waits until its share is there, as for the GPU. The share is given back also if the cell fails or is interrupted.
+        The cell waits for its share as it does for the GPU. The share is given back even if the cell fails or is interrupted.
         %%gpu measure finds out instead which share is enough for the cell, in separate processes; see %gpu help measure.
 
         Only `run_cell_magic` gets here with a FRACTION: a notebook's `%%gpu` line is removed before.

@@ -89,8 +89,8 @@ _TICKETS_MS = 1000
 _SIGN_MS = 60_000  # how long a sign of a coming cell lasts, unless its sender says otherwise
 _SIGN_AGAIN_MS = 2_000
 _SHARE_UNUSED = (
-    "This cell has held its share of the GPU unused for the longest time that its pool allows (`max_unused_hold`), so others may have it "
-    "now. The cell continues. What it uses of the GPU later is not reserved for it until it is this kernel's turn again."
+    "This cell has held its share of the GPU without using it for as long as its pool allows (`max_unused_hold`), so other kernels may use "
+    "it now. The cell continues. If it uses the GPU later, the memory is not reserved for it until it is this kernel's turn again."
 )
 
 

@@ -25,8 +25,8 @@ def take_claim(
 ) -> "tuple[LeaseStatus, DeviceStatus, Mapping[str, str]]":
     """Claim room on a device for programs of this user, until `request.ttl_ms` is over or process `request.holder_pid` ends.
 
-    Starts a broker if none serves. Waits up to `wait_ms` for room (None: without a limit), and calls `waiting` with each line of progress.
-    `BrokerClient.pin` moves the claim's end, `BrokerClient.release` ends it. Returns the claim, its device, and the variables that bind a
+    Starts a broker if none is running. Waits up to `wait_ms` for room (None: no limit), and calls `waiting` with each line of progress.
+    `BrokerClient.pin` changes when it ends, `BrokerClient.release` ends it. Returns the claim, its device, and the variables that bind a
     program to it. Raises the protocol's errors, NoRoomError (reason `timeout`) if there is no room in time. After an error or an interrupt
     there is no claim.
     """

@@ -158,9 +158,10 @@ def _check_may_start(path: str) -> None:
 
     if name := own_workload(os.environ):
         raise BrokerUnavailableError(
-            f"no GPU broker serves at {path}, and none is started within {name}: it would end with it, perhaps during a suspend. "
-            "The node's own broker serves all its jobs and pods: an administrator must start it (`jupyter gpu broker --service`), and "
-            f"JUPYTER_GPU_SOCKET must name its socket. If {name} has its GPUs to itself, {IN_WORKLOAD}=1 lets a broker start in it",
+            f"no GPU broker is running at {path}, and none is started within {name}, because it would end with it, perhaps during a "
+            f"suspend. An administrator must start the node's broker (`jupyter gpu broker --service`), which serves all its jobs and pods, "
+            f"and JUPYTER_GPU_SOCKET must name its socket. If no other job or pod uses the GPUs of {name}, set {IN_WORKLOAD}=1 to start a "
+            "broker in it",
             reason="in-workload",
         )
 
@@ -206,9 +207,8 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
     while (holder := claim_holder(path)) is not None or time.monotonic() < restarts_until_s:
         if holder is not None and time.monotonic() > deadline_s:
             raise BrokerUnavailableError(
-                f"the GPU broker at {path} runs (process {holder}), but its socket is gone, and it did not restore it within "
-                f"{timeout_s:g} s: its log says why; `jupyter gpu broker --restart --socket {path}` restarts it, which loses nothing of "
-                "any kernel"
+                f"the GPU broker at {path} is running (process {holder}), but its socket is gone, and it did not restore it within "
+                f"{timeout_s:g} s: its log says why. `jupyter gpu broker --restart --socket {path}` restarts it; kernels lose nothing"
             )
         time.sleep(_PAUSE_S)
         if _answers(client, timeout_s):
@@ -263,7 +263,7 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise BrokerUnavailableError(
-                f"the GPU broker did not start to serve at {path} within {timeout_s:g} s; run `jupyter gpu broker` to see why"
+                f"the GPU broker at {path} did not start within {timeout_s:g} s; run `jupyter gpu broker` to see why"
             ) from None
         finally:
             if process.poll() is None:
@@ -317,8 +317,8 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
         # At most one link (0: it is being replaced): another could be in someone else's folder.
         if not ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_nlink > 1:
             raise BrokerUnavailableError(
-                f"{settings} says how to start the GPU broker, but others could have written it: it must be a regular "
-                "file that belongs to you or root and that only its owner can write to; delete it or fix its mode"
+                f"{settings} has the command that starts the GPU broker, but another user could have written it. It must be a regular file "
+                "that belongs to you or root and that only its owner can write to. Delete it or fix its mode"
             )
         text = os.read(descriptor, _LONGEST_SETTINGS)
     finally:

@@ -70,13 +70,11 @@ def not_answering(path: str, seconds: float, pid: int | None) -> str:
         remedy = "a debugger holds that process; continue it there"
     else:
         restart = (
-            "an administrator restarts it with `systemctl restart jupyter-gpu`"
+            "an administrator can restart it with `systemctl restart jupyter-gpu`"
             if is_service_socket(path)
             else f"restart it with `jupyter gpu broker --restart --socket {path}`"
         )
-        remedy = (
-            f"the machine may be overloaded, or the broker hangs; then {restart}, which loses nothing of any kernel"
-        )
+        remedy = f"the machine may be overloaded, or the broker hangs. If it hangs, {restart}; kernels lose nothing"
     who = f"the GPU broker at {path}{f' (process {pid})' if pid is not None else ''}"
     return f"{who} did not answer within {seconds:g} s: {remedy}"
 
@@ -128,8 +126,8 @@ class Connection:
         """
         if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
             raise BadRequestError(
-                f"the lease's token is not one line of 1 to {MAX_STRING} printable characters; its file was changed: "
-                "remove it (the broker knows a kernel without it), and try again",
+                f"the lease's token must be one line of 1 to {MAX_STRING} printable characters, but its file was changed; remove the file "
+                "(the broker recognizes a kernel without it), and try again",
                 reason="bad-token",
             )
         if body is not None and len(body) > MAX_BODY_BYTES:
@@ -159,7 +157,9 @@ class Connection:
         self._socket.settimeout(timeout_s)
         version, status, *_ = [*self._line().split(None, 2), b"", b""]
         if version != b"HTTP/1.1" or len(status) != 3 or not status.isdigit():
-            raise InternalBrokerError(f"what answers at {self.path} is not a broker: it does not speak HTTP/1.1")
+            raise InternalBrokerError(
+                f"the program that answers at {self.path} is not a broker: it does not speak HTTP/1.1"
+            )
         self.status = int(status)
         total = 0
         while line := self._line().rstrip(b"\r\n"):
@@ -316,7 +316,7 @@ def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
             if own_workload(os.environ)
             else "start one with `jupyter gpu broker`"
         )
-        why = f"no GPU broker serves at {path}; {start}, or set JUPYTER_GPU_SOCKET to the socket of one that runs"
+        why = f"no GPU broker is running at {path}; {start}, or set JUPYTER_GPU_SOCKET to the socket of a running one"
     elif isinstance(error, PermissionError):
         reason = "no-access"
         why = f"this user is not permitted to open the GPU broker's socket, {path}; ask the administrator for access"
@@ -324,8 +324,8 @@ def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
         # A full backlog means that a broker runs but accepts nothing: do not start a second one.
         reason = "timeout"
         why = (
-            f"the GPU broker at {path} accepts no connections now: it is overloaded or stopped; if it stays so, "
-            f"`jupyter gpu broker --restart --socket {path}` replaces it, which loses nothing of any kernel"
+            f"the GPU broker at {path} does not accept connections: it is overloaded or stopped. If this lasts, `jupyter gpu broker "
+            f"--restart --socket {path}` replaces it; kernels lose nothing"
         )
     else:
         why = f"the GPU broker at {path} cannot be reached: {error.strerror or error}"

@@ -77,7 +77,7 @@ def read_seat(path: str) -> Seat:
     try:
         return decode(text, type=Seat)
     except (DecodeError, UnicodeDecodeError, RecursionError):
-        raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} does not hold a seat; {remedy}") from None
+        raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} does not contain a seat; {remedy}") from None
 
 
 def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | None = None) -> None:

@@ -1,1 +1,1 @@
-"""What outlives the broker: leases, seats, stories, usage."""
+"""The data that outlives the broker: leases, seats, stories, usage."""

@@ -1,1 +1,1 @@
-"""What crosses the broker's socket. No I/O; kernels load this room."""
+"""The messages and errors of the broker's socket. No I/O; kernels load this."""

@@ -98,7 +98,7 @@ class PinRequest(Struct, frozen=True, kw_only=True):
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign that a cell will run soon: focus, scroll, typing, hover, completion, inspection, widget or other. Nothing about the cell."""
+    """A sign that a cell will run soon: focus, scroll, typing, hover, completion, inspection, widget or other, but not the cell."""
 
     sign: str = "other"
     within_ms: int = 60_000

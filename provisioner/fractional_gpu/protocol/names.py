@@ -128,7 +128,7 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:
-    """Say the same of a kernel's GPU and its host; "" if both stay."""
+    """Say when a kernel's GPU and its host go away; "" if both stay."""
     left_ms = lease.host_goes_away_in_ms
     parts = [gpu_deadline(lease), "" if left_ms is None else host_deadline(left_ms)]
     return "; ".join(part for part in parts if part)

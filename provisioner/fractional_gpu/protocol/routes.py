@@ -134,7 +134,7 @@ STATUS: "Route[FreshQuery, HostStatus]" = Route("status", "GET", "/v1/status", F
 EVENTS: "Route[EmptyRequest, HostChange]" = Route("events", "GET", "/v1/events", EmptyRequest, "status.HostChange", ANYONE,
     "the status, then each change of it; `{}` is a keep-alive", lines=True)
 CAPACITY: "Route[EmptyRequest, Capacity]" = Route("capacity", "GET", "/v1/capacity", EmptyRequest, "nodes.Capacity", ANYONE,
-    "what each pool could still give")
+    "how much more each pool can grant")
 METRICS = Route("metrics", "GET", "/v1/metrics", EmptyRequest, EmptyRequest, ANYONE, "totals in Prometheus's text format")
 USAGE: "Route[UsageQuery, UsageReport]" = Route("usage", "GET", "/v1/usage", "accounts.UsageQuery", "accounts.UsageReport", ANYONE,
     "totals of what leases used, as far as the caller may see them")

@@ -702,6 +702,6 @@ def test_a_kernel_that_cannot_call_its_broker_any_more_obeys_and_is_let_in_by_it
     assert kernel.run("%%cpu\nprint()").printed == "\n"
     assert kernel.run(f"%%cpu\n{breaks}").status == "ok"
     request = kernel.send("print('on')")
-    kernel.until_shown(request, "This kernel cannot ask for the GPU")
+    kernel.until_shown(request, "This kernel cannot request the GPU")
     stream.command(GateVerb.OPEN)
     assert kernel.finish(request).printed == "on\n"

@@ -449,7 +449,7 @@ def test_a_notebook_for_a_share_runs_to_its_end_on_a_kernel_without_one(folder: 
         assert (outcome.status, outcome.printed) == ("ok", "42\n")
         (note,) = outcome.shown
         assert note.startswith(
-            "[gpu] This cell runs without the larger share that %%gpu asks for. This kernel has no share"
+            "[gpu] This cell runs without the larger share that %%gpu requests. This kernel has no share"
         )
         outcome = kernel.run(f"%%gpu measure --setup 1-3\n{cell}")
         assert (outcome.status, outcome.printed) == ("ok", "42\n")

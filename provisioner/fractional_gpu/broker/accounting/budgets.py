@@ -132,7 +132,7 @@ class BudgetKeeper:
         own = spec.priority if spec.own_priority is None else spec.own_priority
         wanted = penalty(own, self._terms(spec.pool).over_budget) if spent else None
         if spec.priority != (own if wanted is None else wanted):
-            why = self._sentence(spent[0], spec.pool) if spent else "There is something left of its budget again."
+            why = self._sentence(spent[0], spec.pool) if spent else "Its budget is no longer used up."
             self._broker.dispatch(
                 PriorityChanged(at_ms=now_ms(), lease_id=spec.lease_id, priority=wanted, sentence=why)
             )

@@ -1,6 +1,6 @@
 """Protects saved state while host memory is short: leases resume early if devices have room, and the killer spares kernels.
 
-State saved from a device lies in the kernel's own process: it counts against the machine and against every control group
+State saved from a device is in the kernel's own process: it counts against the machine and against every control group
 above that process. The arbiter gets the budget for all saved state, which falls below the present amount when the machine
 is short, and the suspended leases whose own control group is short. The more room a group has, the less often it is read.
 """

@@ -87,7 +87,7 @@ class LedgerWriter:
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
-        """Write and return when it is on the disk. Raises LedgerError. Cancellation does not take the write back."""
+        """Write and return when it is on the disk. Raises LedgerError. Cancellation does not undo the write."""
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:

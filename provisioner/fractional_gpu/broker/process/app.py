@@ -259,6 +259,6 @@ def _take_turn(
             if patience_s == math.inf:
                 time.sleep(_LETTING_GO_S)
                 continue
-            return f"a broker (process {pong.pid}) serves on {socket} already; stop that one first, or choose another --socket"
+            return f"a broker (process {pong.pid}) is already running on {socket}; stop it first, or choose another --socket"
         ready.write("ready")
         return ""

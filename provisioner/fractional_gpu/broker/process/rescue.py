@@ -246,12 +246,12 @@ class _Rescuer:
         if device_id is None:
             return (
                 "no-room",
-                "on which of the devices it was is not known, so all of them must be empty: shut other kernels down and try again",
+                "its device is unknown, so all devices must be empty: shut down other kernels and try again",
             )
         if not one.saved_mib and monitor.use(device_id).processes:
             return (
                 "no-room",
-                "how much it needs is not known, so its device must be empty: shut other kernels down and try again",
+                "its size is unknown, so its device must be empty: shut down other kernels and try again",
             )
         effect = Resume(
             lease_id=one.kernel.lease_id,

@@ -122,7 +122,7 @@ def start_detached(options: BrokerOptions) -> int:
         return 0
     process.wait()
     where = Path(socket).with_name("broker.err")
-    return _failed(said or f"the broker ended at once; {where} may say why")
+    return _failed(said or f"the broker ended at once; check {where}")
 
 
 def serves_everyone(socket: str) -> bool:
@@ -169,7 +169,7 @@ def _check_service() -> None:
 
 
 def cannot_run(socket: str, error: OSError) -> str:
-    return f"the broker cannot run on {socket}: {error}; fix that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
+    return f"the broker cannot run on {socket}: {error}; fix this, or choose another place with --socket or JUPYTER_GPU_SOCKET"
 
 
 def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen[bytes]]:

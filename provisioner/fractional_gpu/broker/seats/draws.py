@@ -1,4 +1,4 @@
-"""What share of their server's seat kernels may use, and users' daily use of a pool.
+"""Limits kernels to their server's seat, and records users' daily use of a pool.
 
 A request names a seat and shows its token, except for a pod's seat, whose kernels are known by their control group. A kernel gets owner,
 group, priority and weight from its seat, whatever it requests. All kernels of a seat share
@@ -77,7 +77,7 @@ class SeatDraws:
     def _drawn(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec, seat: SeatRecord) -> LeaseSpec:
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
             raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
-        self._workloads.check(seat, peer.credentials.pid, "the process that asks")
+        self._workloads.check(seat, peer.credentials.pid, "the requesting process")
         asked = SeatUsage(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
         check_seat_usage(
             seat, spec.pool, request.priority, asked, self.seat_usage(seat.seat_id), earlier=self._earlier(seat)

@@ -215,7 +215,7 @@ def check_seat_usage(
             f"priority {priority} was requested, but this server's maximum is {seat.priority}; leave priority out of the kernelspec",
             reason="seat-priority",
         )
-    more = "shut one of them down, or start the server again with more" if held.kernels else "ask for that or less"
+    more = "shut one of them down, or start the server again with more" if held.kernels else "request that or less"
     if earlier:
         named = " or ".join(f"`jupyter gpu end {lease_id[:8]}`" for lease_id in earlier)
         more += f"; {named}, in a terminal of this server, ends one that an earlier run of the server left"

@@ -116,8 +116,7 @@ class LeaseControl:
                 raise ConflictError(
                     f"there was no room for {format_fraction(event.fraction_milli)} of a GPU and "
                     f"{format_memory(event.reserve_mib)} within {format_duration(int(wait_s * 1000))}"
-                    f"{f' ({ticket.sentence})' if ticket is not None else ''}: the kernel is unchanged; "
-                    "try again later, or ask for less",
+                    f"{f' ({ticket.sentence})' if ticket is not None else ''}: the kernel is unchanged; try again later, or request less",
                     reason="timeout",
                 )
         finally:

@@ -167,7 +167,7 @@ class Viewer:
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
     def shown(self, stranger: Stranger) -> Stranger:
-        """Hide a process without a lease, but for its user's name and its memory, from everyone else and from seats, which share uids."""
+        """Show only the user's name and the memory of a process without a lease to everyone else and to seats, which share uids."""
         own = stranger.uid is not None and stranger.uid == self.caller
         if self.seat is None and (own or self.uid is None):
             return structs.replace(stranger, own=own)

@@ -124,7 +124,9 @@ class Enforcement:
         number = signal.SIGKILL if there_s >= 2 * PATIENCE_S else signal.SIGTERM
         if there_s < PATIENCE_S or not stranger.permitted or (number is signal.SIGTERM and stranger.terminated):
             return
-        log.warning("process %d uses a device that is refused to strangers: %s", identity.pid, number.name)
+        log.warning(
+            "process %d uses a device whose pool refuses programs without a lease: %s", identity.pid, number.name
+        )
         stranger.terminated, stranger.permitted = True, self._signal(identity, number)
 
     @staticmethod

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 5.0
 _GONE: Final = frozenset({GPUErrorCode.OPERATING_SYSTEM, GPUErrorCode.NO_SUCH_DEVICE, GPUErrorCode.DEVICE_LOST})
-_NOT_TRIED: Final = "whether the driver enforces memory limits was not tried"
+_NOT_TRIED: Final = "the driver's memory limits were not tried"
 
 Key = tuple[str, str]
 """A control group and a device."""

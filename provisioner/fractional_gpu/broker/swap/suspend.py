@@ -321,7 +321,7 @@ class Suspension:
                 await self._worker.checkpoint(identity, self._times.checkpoint_s)
                 state = await self._worker.state(identity)
                 if state is not ProcessState.CHECKPOINTED:
-                    lie = f"the driver reports {state} after a checkpoint that it called done"
+                    lie = f"the driver reports {state} after a checkpoint that it reported as done"
                     return await self._after_failed_checkpoint(locked, GPUError(GPUErrorCode.UNKNOWN, lie))
         except GPUError as error:
             return await self._after_failed_checkpoint(locked, error)
@@ -355,7 +355,7 @@ class Suspension:
             return SuspendOutcome.UNKNOWN, 0, sentence
         outcome = after_checkpoint(error.code, states)
         if outcome is SuspendOutcome.UNKNOWN:
-            return outcome, 0, f"the checkpoint failed half way: {error}"
+            return outcome, 0, f"the checkpoint failed halfway: {error}"
         return await self._roll_back(locked, outcome, f"the driver could not checkpoint it: {error}")
 
 

@@ -86,7 +86,7 @@ class Swaps:
     async def resume(self, kernel: Kernel, effect: Resume, saved_mib: int) -> tuple[ResumeOutcome, str]:
         """Return the outcome and a sentence. Cancel only when the broker ends: the resume may stay half done."""
         if self.inspector.off:
-            return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.inspector.off}"
+            return ResumeOutcome.NOT_STARTED, f"the saved state cannot be restored now: {self.inspector.off}"
         device_ids = effect.device_ids
         try:
             # A restore without room kills the process. So it is never tried to find out whether there is room: the devices are read
@@ -117,7 +117,7 @@ class Swaps:
             return await self._after_failed_restore(kernel, error)
         if all(state is ProcessState.RUNNING for state in states.values()):
             return ResumeOutcome.RESTORED, f"{format_memory(saved_mib)} restored"
-        return ResumeOutcome.UNKNOWN, f"after the restore the driver says {', '.join(sorted(set(states.values())))}"
+        return ResumeOutcome.UNKNOWN, f"after the restore, the driver reports {', '.join(sorted(set(states.values())))}"
 
     async def _restore(
         self, saved: Sequence[ProcessIdentity], locked: Sequence[ProcessIdentity], moves: Mapping[str, str] | None
@@ -172,7 +172,7 @@ class Swaps:
         outcome = after_restore(error.code, states.values())
         if outcome is ResumeOutcome.NOT_STARTED:
             return outcome, f"the driver could not restore it: {error}"
-        return outcome, f"the restore failed half way: {error}"
+        return outcome, f"the restore failed halfway: {error}"
 
     async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
@@ -250,7 +250,7 @@ class Swaps:
         if rest_mib > 0:
             lacking = self._lacking_room(host, targets, rest_mib, rest_mib, pids)
         elif not all(host.is_alone(pids, one) for one in targets):  # if it is alone, there will never be more room
-            lacking = "how much was saved is not known, and others use its device"
+            lacking = "the saved size is unknown, and others use its device"
         if lacking:
             log.warning("lease %s: part of it stays saved: %s", kernel.lease_id, lacking)
             return
