@@ -264,7 +264,7 @@ class QueuePass:
 
     def _competes_as(self, lease: Lease, milli: int) -> tuple[object, ...]:
         """Return what else, apart from need and devices, decides which leases may leave for the ticket."""
-        if lease.is_growing:
+        if lease.is_growing or lease.count > 1:  # new leases get several devices of one kind, saved ones their own
             return (lease.lease_id,)
         by_owner = milli or self._books.shares_by_time(lease)
         return (lease.spec.owner, lease.spec.group, milli) if by_owner else ()
