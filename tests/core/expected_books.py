@@ -69,7 +69,8 @@ class ExpectedCells:
         by_rhythm = known is not None and known.until_ms > world.now and Sign.RHYTHM in known.signs
         by_rhythm &= not seen.sent_away
         law(8, seen.expected_until > world.now or by_rhythm, seen.lease_id, "is not expected:", why)
-        waiting = [lease.lease_id for lease in self._arbiter._books.line(seen.spec.pool)]
+        # A lease whose move began later in this event has its room.
+        waiting = [one.lease_id for one in self._arbiter._books.line(seen.spec.pool) if not one.target_ids]
         law(8, not waiting, seen.lease_id, "is brought back before its cell asks, and these wait:", waiting)
 
     def _record_early_swap(self, seen: Seen, mib: int, devices: tuple[str, ...]) -> None:
