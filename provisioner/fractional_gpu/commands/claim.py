@@ -15,7 +15,7 @@ from fractional_gpu.commands.terminal.arguments import DURATIONS, Parser, checke
 from fractional_gpu.commands.terminal.progress import WaitLine
 from fractional_gpu.commands.terminal.render import lease_name
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, answer, parse_argument, say
-from fractional_gpu.core.units import format_fraction, format_memory, parse_duration_ms, parse_memory_mib
+from fractional_gpu.core.units import format_memory, parse_duration_ms, parse_memory_mib
 from fractional_gpu.jupyter.kernel_lease import environment_without, lease_label
 from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.messages import LeaseRequest
@@ -82,11 +82,9 @@ def run(options: argparse.Namespace) -> int:
             os.execvpe(command[0], command, {**environment_without("", os.environ), **bound})  # noqa: S606 - no shell
         except OSError as error:
             raise CannotRunError(command[0], error.errno or 0) from None
-    size = (
-        f"{format_memory(lease.spec.reserve_mib)}, {format_fraction(lease.spec.fraction_milli)} of GPU {device.index}"
-    )
+    size = f"{format_memory(lease.spec.reserve_mib)} of GPU {device.index} ({device.name})"
     end = time.strftime("%H:%M:%S", time.localtime(time.time() + lease.pinned_ms / 1000))
-    said = f"{lease_name(lease)}: {size} ({device.name}), until {end}", f"CUDA_VISIBLE_DEVICES={device.device_id}"
+    said = f"{lease_name(lease)}: {size}, until {end}", f"CUDA_VISIBLE_DEVICES={device.device_id}"
     document = {"lease": lease, "device": device, "ends_in_ms": lease.pinned_ms, "environment": bound}
     answer(options, document, lambda _: said)
     return 0

@@ -207,13 +207,9 @@ def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
 def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
     configured = settings.state_dir if settings is not None else None
     folder = state_folder(socket, configured)
-    there = False
-    for name in LEDGER_NAMES:
-        file = folder / name
-        if file.exists():
-            there = True
-            yield _ledger(file)
-    if not there:
+    files = [file for file in (folder / name for name in LEDGER_NAMES) if file.exists()]
+    yield from map(_ledger, files)
+    if not files:
         lost = kernels_of(socket)
         none = f"none in {folder}"
         if lost:
