@@ -10,7 +10,6 @@ import pytest
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError, TraceError
-from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.record import recording, replay
@@ -113,26 +112,19 @@ def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Se
         replay(tmp_path / "odd.log")
 
 
-def test_a_record_of_a_baseline_has_nothing_to_replay(tmp_path: Path, trace: list[Session]) -> None:
-    run_baseline("cull", host(), trace, record=tmp_path / "run.log")
-    with pytest.raises(TraceError, match="records the baseline cull, which has no arbiter; there is nothing"):
-        replay(tmp_path / "run.log")
-
-
 def test_a_record_has_the_machine_the_sessions_and_the_effects(tmp_path: Path, trace: list[Session]) -> None:
     record(tmp_path / "run.log", trace)
     head, *lines = map(json.loads, (tmp_path / "run.log").read_text().splitlines())
     (machine,) = head["hosts"]
     assert (head["version"], machine["devices"][0]["memory_mib"], machine["swap"]["fixed_ms"]) == (1, 81_920, 300)
-    assert (head["name"], head["baseline"], machine["pools"][0]["name"]) == ("fractional", None, "default")
+    assert (head["door"], machine["pools"][0]["name"]) == ("fit", "default")
     assert {line["host"] for line in lines if "cells" not in line} == {0}
     cells = [line["cells"] for line in lines if "cells" in line]
     assert cells == [[[*astuple(cell)] for cell in session.cells] for session in trace]
+    events = Counter(line["event"] for line in lines if "event" in line)
     effects = Counter(name for line in lines if "event" in line for name, _fields in line["effects"])
-    moments = Counter(line["world"] for line in lines if "world" in line)
-    assert moments["asked"] == moments["begins"] == moments["ends"] == sum(len(session.cells) for session in trace)
-    assert moments["saved"] == effects["Suspend"] > 0
-    assert moments["restored"] == effects["Resume"] > 0
+    assert events["SuspendFinished"] == effects["Suspend"] > 0
+    assert events["ResumeFinished"] == effects["Resume"] > 0
 
 
 def test_a_replay_names_the_first_event_that_is_answered_differently(tmp_path: Path, trace: list[Session]) -> None:

@@ -1,13 +1,12 @@
 """Several hosts: each session on one of them, each with its own arbiter, under one clock."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import pytest
 
+from fractional_gpu.core.events import LeaseRequested
 from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, run_baseline
@@ -41,21 +40,16 @@ def session(name: str, open_ms: int, mib: int = 6000, *, gpus: int = 1, close_ms
 
 
 class Places:
-    """Takes down where sessions are placed, and every moment of the world."""
+    """Takes down where sessions are placed."""
 
     def __init__(self) -> None:
         self.placed: dict[str, int] = {}
-        self.moments: list[tuple[int, str, int, str]] = []
 
-    def event(self, host: int, event: object, effects: Sequence[object]) -> None:
-        """Leave events out."""
-
-    def moment(self, host: int, kind: str, at_ms: int, session_id: str, **_about: object) -> None:
-        """Take down where a session is placed."""
-        self.moments.append((host, kind, at_ms, session_id))
-        if kind == "placed":
-            assert session_id not in self.placed
-            self.placed[session_id] = host
+    def event(self, host: int, event: object, _effects: Sequence[object]) -> None:
+        """Take down where a session's lease is requested."""
+        if isinstance(event, LeaseRequested):
+            assert event.spec.lease_id not in self.placed
+            self.placed[event.spec.lease_id] = host
 
 
 def places(hosts: Sequence[Host], trace: Sequence[Session], door: DoorRule = DoorRule.FIT) -> dict[str, int]:
@@ -212,12 +206,12 @@ def test_a_baseline_gives_a_session_devices_of_one_host(name: str) -> None:
     assert together.doors.ordered == (0, 0, 0)
 
 
-def test_a_fraction_goes_to_the_device_with_the_least_room_of_all_hosts(tmp_path: Path) -> None:
-    trace = [session("a", 0, mib=6000), session("b", 1, mib=3000), session("c", 2, mib=900)]
-    # `a` to the small device; `b` to the large one; `c` next to `a`, where 2,000 MiB are left
-    run_baseline("static-fraction", [host(1, 16_000), host()], trace, record=tmp_path / "run.log")
-    moments = [json.loads(line) for line in (tmp_path / "run.log").read_text().splitlines() if '"takes"' in line]
-    assert {one["session"]: one["host"] for one in moments} == {"a": 1, "b": 0, "c": 1}
+def test_a_fraction_goes_to_the_device_with_the_least_room_of_all_hosts() -> None:
+    trace = [session(name, at, mib=mib) for at, (name, mib) in enumerate({"a": 6000, "b": 3000, "c": 900}.items())]
+    # `a` to the small device; `b` to the large one; `c` next to `a`: three quarters of the large one remain, and not more
+    for mib, waits in ((11_000, 0), (15_000, 60 * MINUTE_MS - 3)):
+        result = run_baseline("static-fraction", [host(1, 16_000), host()], [*trace, session("wide", 3, mib=mib)])
+        assert result.doors.ordered == (0, 0, 0, waits)
 
 
 def test_no_host_can_reserve_more_than_it_has() -> None:

@@ -151,11 +151,8 @@ def _baseline(
     name: str, trace: Sequence[Session], machine: MachineOptions, hosts: Sequence[Host], goal: Goal
 ) -> Result:
     scenario = machine.scenario
-    record = None
-    if scenario.record is not None:
-        record = Path(scenario.record).with_name(f"{name}.{Path(scenario.record).name}")
 
-    def run(found: Sequence[Host], *, goal: Goal | None = None, record: Path | None = None) -> Result:
+    def run(found: Sequence[Host], *, goal: Goal | None = None) -> Result:
         with Progress(f"{name}, {_devices_of(found)}") as progress:
             return run_baseline(
                 name,
@@ -165,7 +162,6 @@ def _baseline(
                 seed=scenario.seed,
                 mps_fill_percent=scenario.mps_fill,
                 goal=goal,
-                record=record,
                 progress=progress.counter("sessions"),
             )
 
@@ -173,7 +169,7 @@ def _baseline(
     if scenario.find_devices and name in WAITING:
         result = _fewest(name, machine, trace, goal, lambda found: run(found, goal=goal))
     else:
-        result = run(hosts, record=record)
+        result = run(hosts)
     result.wall_s = time.perf_counter() - began
     return result
 

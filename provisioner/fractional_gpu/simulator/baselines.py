@@ -6,16 +6,14 @@ the host with the fewest free GPUs that suffice, a fraction from the device with
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from fractional_gpu.core.model import LeaseSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, DoorRule, Leases, Machine, Moments, hosts_of
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
-from fractional_gpu.simulator.record import EventLog, recording
 from fractional_gpu.simulator.result import Result, begin_result
 from fractional_gpu.simulator.simulation import Progress, run
 from fractional_gpu.simulator.traces import Cell, Session
@@ -36,10 +34,9 @@ def run_baseline(
     seed: int = 1,
     mps_fill_percent: int = MPS_FILL_PERCENT,
     goal: Goal | None = None,
-    record: Path | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine; `rule` and `seed` are for baselines with the arbiter, `record` is a file.
+    """Run one of `BASELINES` on a machine; `rule` and `seed` are for baselines with the arbiter.
 
     `progress` gets the number of ended sessions and the total. A run that can no longer meet the goal stops. Raises SimulationError for an
     unknown name or a session that cannot be served.
@@ -50,14 +47,13 @@ def run_baseline(
     if name == "whole-gpu-suspend":
         whole = tuple(_whole_devices(host) for host in hosts)
         door = Door(whole, trace, rule, seed)
-        return run(whole, trace, door, name=name, record=record, goal=goal, progress=progress)
+        return run(whole, trace, door, name=name, goal=goal, progress=progress)
     facts = _Rules(
         fill_percent=mps_fill_percent if name == "mps-pack" else 100,
         clients=MPS_CLIENTS if name == "mps-pack" else None,
         cull_after_ms=CULL_AFTER_MS if name == "cull" else None,
     )
-    with recording(record, hosts, trace, name=name, baseline=asdict(facts)) as log:
-        return _KINDS[name](name, hosts, trace, facts, goal, log, progress).result()
+    return _KINDS[name](name, hosts, trace, facts, goal, progress).result()
 
 
 def _whole_devices(host: Host) -> Host:
@@ -101,7 +97,6 @@ class _Base:
     trace: Sequence[Session]
     facts: _Rules
     goal: Goal | None
-    record: EventLog | None
     progress: Progress | None
 
     def __post_init__(self) -> None:
@@ -112,7 +107,7 @@ class _Base:
 
     def result(self) -> Result:
         for session in self.trace:
-            self._moments.at(session.open_ms, partial(self._comes, _Kernel(session)))
+            self._moments.at(session.open_ms, partial(self._open, _Kernel(session)))
         self._moments.run(self._account, until=lambda: bool(self._experience.hopeless))
         self.figures.finish(self.trace)
         return self.figures
@@ -132,41 +127,11 @@ class _Base:
     def _after(self, wait_ms: int, act: Callable[[], None]) -> None:
         self._moments.at(self._now_ms + wait_ms, act)
 
-    def _comes(self, kernel: _Kernel) -> None:
-        self._note("comes", kernel)
-        self._open(kernel)
-
-    def _closes(self, kernel: _Kernel) -> None:
+    def _closes(self) -> None:
         self.figures.closed_ms = self._now_ms
-        self._note("closes", kernel)
         self._ended += 1
         if self.progress is not None:
             self.progress(self._ended, self.figures.sessions)
-
-    def _note(self, kind: str, kernel: _Kernel, **about: object) -> None:
-        if self.record is not None:
-            self.record.moment(kernel.host, kind, self._now_ms, kernel.session.session_id, **about)
-
-    def _note_begin(self, kernel: _Kernel) -> None:
-        ids, util_percent = (self._ids(kernel), kernel.cell.util_percent) if kernel.cell.gpus else ((), 0)
-        self._note("begins", kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util_percent)
-
-    def _ids(self, kernel: _Kernel) -> tuple[str, ...]:
-        return tuple(self.hosts[kernel.host].devices[device].device_id for device in kernel.devices)
-
-    def _takes(self, kernel: _Kernel, host: int, devices: Sequence[int], mib: int) -> None:
-        kernel.host, kernel.devices = host, tuple(devices)
-        self._note("takes", kernel, device_ids=self._ids(kernel), mib=mib)
-
-    def _use(self, kernel: _Kernel, mib: int) -> None:
-        if mib != kernel.memory_mib and kernel.devices:
-            self._note("memory", kernel, device_ids=self._ids(kernel), mib=mib - kernel.memory_mib)
-        kernel.memory_mib = mib
-
-    def _gives(self, kernel: _Kernel) -> None:
-        self._use(kernel, 0)
-        self._note("gives", kernel)
-        kernel.devices = ()
 
     def _think(self, kernel: _Kernel, act: Callable[[], None]) -> None:
         cells, at = kernel.session.cells, kernel.next_cell
@@ -222,7 +187,7 @@ class _WholeGPUs(_Base):
             self._waiting -= 1
             host = min(enough)[1]
             taken, self._free[host] = self._free[host][:gpus], self._free[host][gpus:]
-            self._takes(kernel, host, taken, self.hosts[host].device_mib)
+            kernel.host, kernel.devices = host, tuple(taken)
             kernel.wait_ms += self._now_ms - kernel.asked_ms
             self._watch_idle(kernel)
             then(kernel)
@@ -235,22 +200,20 @@ class _WholeGPUs(_Base):
     def _cull(self, kernel: _Kernel, visit: int) -> None:
         if kernel.visit == visit and kernel.devices:
             self.figures.lost += 1
-            self._note("culled", kernel)
             self._give_back(kernel)
 
     def _give_back(self, kernel: _Kernel) -> None:
         free = self._free[kernel.host]
         free[:] = sorted([*free, *kernel.devices])
-        self._gives(kernel)
+        kernel.devices = ()
         self._admit()
 
     def _next(self, kernel: _Kernel) -> None:
         kernel.visit += 1
         if kernel.next_cell == len(kernel.session.cells):
-            self._closes(kernel)
+            self._closes()
             self._give_back(kernel)
             return
-        self._note("asked", kernel, cell=kernel.next_cell)
         if len(kernel.devices) < kernel.session.gpus:
             self._ask(kernel, self._run)
         else:
@@ -260,16 +223,13 @@ class _WholeGPUs(_Base):
         cell = kernel.cell
         kernel.visit += 1
         if cell.gpus:
-            self._use(kernel, cell.gpu_mib)
             self._experience.waited(kernel.wait_ms, host=kernel.host)
             self._experience.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms, cell.duration_ms)
             kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
-        self._note_begin(kernel)
         self._after(cell.duration_ms, partial(self._done, kernel))
 
     def _done(self, kernel: _Kernel) -> None:
-        self._note("ends", kernel, cell=kernel.next_cell)
         self._busy -= kernel.cell.gpus
         kernel.next_cell += 1
         self._watch_idle(kernel)
@@ -303,32 +263,28 @@ class _Sharing(_Base):
         self._experience.ended(kernel.session.user, late_ms, cell.duration_ms)
         kernel.door_ms = 0
         self._plan(self._device(kernel).finish(running.session_id, self._now_ms)[1])
-        self._done(kernel, "ends")
+        self._done(kernel)
 
-    def _done(self, kernel: _Kernel, how: str) -> None:
-        self._note(how, kernel, cell=kernel.next_cell)
+    def _done(self, kernel: _Kernel) -> None:
         kernel.next_cell += 1
         self._think(kernel, partial(self._next, kernel))
 
     def _next(self, kernel: _Kernel) -> None:
         if kernel.next_cell == len(kernel.session.cells):
-            self._closes(kernel)
+            self._closes()
             self._close(kernel)
             return
         cell = kernel.cell
         kernel.asked_ms = self._now_ms
-        self._note("asked", kernel, cell=kernel.next_cell)
         if not cell.gpus:
-            self._note_begin(kernel)
-            self._after(cell.duration_ms, partial(self._done, kernel, "ends"))
+            self._after(cell.duration_ms, partial(self._done, kernel))
             return
         self._experience.waited(0, host=kernel.host)
         if not self._may_use(kernel, cell.gpu_mib):
             self.figures.out_of_memory += 1
-            self._done(kernel, "failed")
+            self._done(kernel)
             return
-        self._use(kernel, cell.gpu_mib)
-        self._note_begin(kernel)
+        kernel.memory_mib = cell.gpu_mib
         self._busy += cell.gpus
         self._running[kernel.session.session_id] = kernel
         running = Running(kernel.session.session_id, cell.util_percent, cell.duration_ms * UNSHARED, self._now_ms)
@@ -378,7 +334,7 @@ class _Fractions(_Sharing):
             for device in devices:
                 self._free[host][device] -= lease.reserve_mib
                 self._clients[host][device] += 1
-            self._takes(kernel, host, devices, lease.reserve_mib)
+            kernel.host, kernel.devices = host, tuple(devices)
             self._leases[lease.lease_id] = lease
             kernel.door_ms = self._now_ms - kernel.asked_ms
             self._experience.entered(kernel.door_ms)
@@ -411,7 +367,6 @@ class _Fractions(_Sharing):
         for device in kernel.devices:
             self._free[kernel.host][device] += lease.reserve_mib
             self._clients[kernel.host][device] -= 1
-        self._gives(kernel)
         self._admit()
 
 
@@ -436,7 +391,7 @@ class _TimeSlice(_Sharing):
         ]
         _, host, device = min(each)
         self._sessions[host][device] += 1
-        self._takes(kernel, host, (device,), self._sizes[host][device])
+        kernel.host, kernel.devices = host, (device,)
         self._experience.entered(0)
         self._think(kernel, partial(self._next, kernel))
 
@@ -452,7 +407,6 @@ class _TimeSlice(_Sharing):
         host, device = kernel.first
         self._used[host][device] -= kernel.memory_mib
         self._sessions[host][device] -= 1
-        self._gives(kernel)
 
 
 _KINDS: dict[str, type[_Base]] = {

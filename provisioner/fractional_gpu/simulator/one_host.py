@@ -151,21 +151,10 @@ class HostRun:
                 self._execute(effect)
             self._events.popleft()
 
-    def note(self, kind: str, kernel: Kernel, **about: object) -> None:
-        if self._run.record is not None:
-            self._run.record.moment(self.number, kind, self.now_ms, kernel.session.session_id, **about)
-
-    def use(self, kernel: Kernel, device_ids: tuple[str, ...], mib: int) -> None:
-        """Count `mib` more used on each device; negative: freed."""
-        self.accounts.use(self.number, device_ids, mib)
-        if mib:
-            self.note("memory", kernel, device_ids=device_ids, mib=mib)
-
     def drop_memory(self, kernel: Kernel) -> None:
         if kernel.state in HOLDING and not (kernel.state is LeaseState.RESUMING and kernel.resume_fails):
-            self.use(kernel, kernel.device_ids, -kernel.memory_mib)
+            self.accounts.use(self.number, kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
-            self.note("dropped", kernel, mib=kernel.total_mib)
             self.accounts.drop_saved(self.number, kernel.total_mib)
 
     def count_vain(self, kernel: Kernel) -> None:
@@ -287,10 +276,8 @@ class HostRun:
     def ask(self, kernel: Kernel) -> None:
         cell = kernel.cell
         kernel.asked_ms = self.now_ms
-        self.note("asked", kernel, cell=kernel.next_cell)
         if not self.asks(kernel):
-            self.note("begins", kernel, cell=kernel.next_cell, device_ids=(), util_percent=0)
-            self.after(cell.duration_ms, partial(self._ends_without_gpu, kernel))
+            self.after(cell.duration_ms, partial(self.done, kernel))
             return
         kernel.early_mib = 0
         self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=True))
@@ -311,10 +298,6 @@ class HostRun:
             kernel.overdue = limit + 1
             self.experience.overdue(limit)
 
-    def _ends_without_gpu(self, kernel: Kernel) -> None:
-        self.note("ends", kernel, cell=kernel.next_cell)
-        self.done(kernel)
-
     def granted(self, kernel: Kernel, grant: Granted) -> None:
         kernel.reserved_mib = grant.reserved_mib or kernel.spec.reserve_mib
         if kernel.waiting:
@@ -330,11 +313,10 @@ class HostRun:
         need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
         mib = min(need_mib, kernel.reserved_mib)
         if mib != kernel.memory_mib:
-            self.use(kernel, kernel.device_ids, mib - kernel.memory_mib)
+            self.accounts.use(self.number, kernel.device_ids, mib - kernel.memory_mib)
             kernel.memory_mib = mib
         if mib < need_mib and not kernel.growing:
             kernel.short_ms = self.now_ms
-            self.note("short", kernel, cell=kernel.next_cell, mib=mib, need_mib=need_mib)
             plan = partial(self._give_up, kernel, kernel.next_cell, self.now_ms)
             patience_ms = self.host.patience_ms if need_mib <= kernel.spec.reserve_mib else 0
             self.after(patience_ms, plan)
@@ -361,7 +343,6 @@ class HostRun:
         if kernel.growing and (kernel.next_cell, kernel.short_ms) == (cell, since_ms):
             kernel.growing = False
             self.result.out_of_memory += 1
-            self.note("failed", kernel, cell=cell)
             self._begins(kernel)
             self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=False))
             self.done(kernel)
@@ -377,15 +358,12 @@ class HostRun:
         cell = kernel.cell
         self._begins(kernel)
         running, kernel.unfinished = kernel.unfinished, None
-        kind = "begins" if running is None else "continues"
         if running is None:
             util_percent = cell.util_percent if cell.gpus else 0
             kernel.ran_ms = 0
             running = Running(kernel.spec.lease_id, util_percent, cell.duration_ms * UNSHARED, self.now_ms)
         running.at_ms = self.now_ms
         kernel.running, kernel.began_ms = running, self.now_ms
-        ids, util = kernel.device_ids, running.util_percent
-        self.note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util)
         self.accounts.running_gpus += cell.gpus
         self._plan(self.devices[kernel.device_ids[0]].begin(running))
         self._count_work(kernel)
@@ -407,7 +385,6 @@ class HostRun:
         if running.version != version:
             return
         kernel = self.kernels[running.session_id]
-        self.note("ends", kernel, cell=kernel.next_cell)
         self._stop(kernel)
         if kernel.cell.gpus:
             if kernel.ran_ms >= _MEASURED_MS:  # of a shorter cell the broker has no whole measurement
@@ -422,7 +399,6 @@ class HostRun:
         if kernel.running is None and not kernel.growing:
             return
         self.result.preemptions += 1
-        self.note("preempted", kernel, cell=kernel.next_cell)
         if kernel.running is not None:
             kernel.unfinished = self._stop(kernel)
             self.accounts.waiting += 1
@@ -442,7 +418,7 @@ class HostRun:
     def suspend(self, kernel: Kernel, effect: Suspend) -> None:
         self.result.suspends += 1
         self.count_vain(kernel)
-        if self._fails(kernel, "suspend"):
+        if self._fails(kernel):
             gives_up = partial(self._suspended, effect, SuspendOutcome.ABORTED)
             self.after(self.host.swap.fixed_ms, gives_up)
         elif kernel.total_mib > effect.host_mib:
@@ -466,7 +442,7 @@ class HostRun:
         if view is not None and view.host_reserved_mib >= need_mib:
             self._save(kernel, effect)
             return
-        self._failed(kernel, "suspend")
+        self.result.failed_swaps += 1
         self._suspended(effect, SuspendOutcome.ABORTED, need_mib=need_mib)
 
     def _save(self, kernel: Kernel, effect: Suspend) -> None:
@@ -475,9 +451,8 @@ class HostRun:
 
         def saved() -> None:
             if not kernel.over:
-                self.use(kernel, device_ids, -mib)
+                self.accounts.use(self.number, device_ids, -mib)
                 self.accounts.save(self.number, total_mib)
-                self.note("saved", kernel, mib=total_mib)
                 self._count_moved(kernel, total_mib)
             outcome = SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED
             self._suspended(effect, outcome, saved_mib=total_mib)
@@ -499,11 +474,11 @@ class HostRun:
 
     def resume(self, kernel: Kernel, effect: Resume) -> None:
         self.result.resumes += 1
-        kernel.reserved_mib, kernel.resume_fails = effect.reserve_mib, self._fails(kernel, "resume")
+        kernel.reserved_mib, kernel.resume_fails = effect.reserve_mib, self._fails(kernel)
         if kernel.resume_fails:
             self.after(self.host.swap.fixed_ms, partial(self._resumed, effect, ResumeOutcome.NOT_STARTED))
             return
-        self.use(kernel, kernel.device_ids, kernel.memory_mib)
+        self.accounts.use(self.number, kernel.device_ids, kernel.memory_mib)
         total_mib = kernel.total_mib
         view = self.arbiter.lease(effect.lease_id)
         if view is not None and view.came_early:
@@ -513,7 +488,6 @@ class HostRun:
         def restored() -> None:
             if not kernel.over:
                 self.accounts.save(self.number, -total_mib)
-                self.note("restored", kernel, mib=total_mib)
                 self._count_moved(kernel, total_mib)
             self._resumed(effect, ResumeOutcome.RESTORED)
 
@@ -530,19 +504,15 @@ class HostRun:
             )
         )
 
-    def _fails(self, kernel: Kernel, kind: str) -> bool:
+    def _fails(self, kernel: Kernel) -> bool:
         """Whether the swap that begins fails: drawn for each swap of each session, independent of others."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"
         if not percent or random.Random(swap).random() * 100 >= percent:  # noqa: S311 - a workload, not a secret
             return False
-        self._failed(kernel, kind)
-        return True
-
-    def _failed(self, kernel: Kernel, kind: str) -> None:
         self.result.failed_swaps += 1
-        self.note("swap-fails", kernel, swap=kind)
+        return True
 
     def _count_moved(self, kernel: Kernel, mib: int) -> None:
         if self.meter is not None:

@@ -4,12 +4,12 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, Annotated, TypeVar
 
 import msgspec
 
@@ -54,8 +54,6 @@ def recording(
     trace: Sequence[Session],
     *,
     door: DoorRule = DoorRule.FIT,
-    name: str = "fractional",
-    baseline: Mapping[str, object] | None = None,
 ) -> Iterator["EventLog | None"]:
     if path is None:
         yield None
@@ -69,8 +67,7 @@ def recording(
             file = opened.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0))
         log = EventLog(opened.enter_context(TextIOWrapper(file, encoding="ascii", newline="\n")))
         hosts = [asdict(host) for host in hosts_of(machine)]
-        about = {"name": name, "baseline": baseline, "door": None if baseline is not None else door}
-        log.write({"format": _FORMAT, "version": _VERSION, **about, "hosts": hosts})
+        log.write({"format": _FORMAT, "version": _VERSION, "door": door, "hosts": hosts})
         for session in trace:
             facts = {name: getattr(session, name) for name in _ABOUT_SESSIONS}
             facts |= {name: said for name in _OPTIONAL if (said := getattr(session, name))}
@@ -87,9 +84,6 @@ class EventLog:
         line = {"event": name, "host": host, "fields": asdict(event), "digest": _digest(plain), "effects": plain}
         self.write(line)
 
-    def moment(self, host: int, kind: str, at_ms: int, session_id: str, **about: object) -> None:
-        self.write({"world": kind, "host": host, "at_ms": at_ms, "session": session_id, **about})
-
     def write(self, line: dict[str, object]) -> None:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
@@ -101,9 +95,7 @@ class _SimulatorSettings(msgspec.Struct):
 class _Head(msgspec.Struct):
     format: str
     version: int
-    name: str
     hosts: Annotated[list[_SimulatorSettings], msgspec.Meta(min_length=1)]
-    baseline: Any = None
 
 
 class _Line(msgspec.Struct):
@@ -159,8 +151,6 @@ def _begin(path: Path, line: str) -> list[Arbiter]:
         head = None
     if head is None or (head.format, head.version) != (_FORMAT, _VERSION):
         raise TraceError(f"{path} is not an event log of version {_VERSION}; record one with --set record=FILE")
-    if head.baseline is not None:
-        raise TraceError(f"{path} records the baseline {head.name}, which has no arbiter; there is nothing to replay")
     return [Arbiter(parallel_swaps=host.parallel_swaps) for host in head.hosts]
 
 

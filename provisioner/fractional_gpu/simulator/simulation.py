@@ -33,7 +33,7 @@ def run(
     meter: RunMeter | None = None,
 ) -> Result:
     """Run the trace as `simulate` does, and write the record to a file."""
-    with recording(record, hosts, trace, door=door.rule, name=name) as log:
+    with recording(record, hosts, trace, door=door.rule) as log:
         return simulate(
             hosts,
             trace,
@@ -92,8 +92,6 @@ def simulate(
 
     def opens(session: Session) -> None:
         host, lease = gate.choose(session)
-        if record is not None:
-            record.moment(host, "placed", moments.now_ms, session.session_id)
         runs[host].open(session, lease)
 
     def passing(at_ms: int) -> None:
