@@ -48,7 +48,7 @@ _STATUS = {
 
 
 class _SpawnError(web.HTTPError):
-    """For JupyterHub 5, whose spawn page shows the exception's text."""
+    """An HTTPError whose text is its message, because JupyterHub 5's spawn page shows the exception's text."""
 
     def __str__(self) -> str:
         return str(getattr(self, "jupyterhub_message", super().__str__()))

@@ -34,7 +34,7 @@ _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterScope:
-    """Which nodes (by labels), and which servers (by namespace and label `component`) are listed."""
+    """The nodes (by labels) and servers (by namespace and label `component`) to list."""
 
     namespace: str
     nodes: str = "fractional-gpu.jupyter.org/node=true"

@@ -1,4 +1,4 @@
-"""What the nodes of a cluster offer a user, from the summaries that the nodes' agents publish.
+"""The offers of a cluster's nodes to a user, from the summaries that the nodes' agents publish.
 
 - A share is free on a node if its agent reports it admissible, the engine may start jobs there, and the summary is fresh.
 - A summary older than `stale_after_s` is still shown, with its age, but nothing on its node counts as free.

@@ -71,7 +71,7 @@ class PageQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsagePage:
-    """What one page shows. `others`: what the user may see of others, by heading."""
+    """The contents of a page. `others`: what the user may see of others, by heading."""
 
     report: UsageReport
     by: tuple[str, ...]

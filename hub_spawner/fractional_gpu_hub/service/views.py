@@ -1,4 +1,4 @@
-"""What a user may see, as the page and the API show it: sizes with units, reasons as sentences. Pure functions.
+"""The views of the page and the API, limited to what a user may see: sizes with units, reasons as sentences. Pure functions.
 
 Users see their own seats and kernels, and only each device's sums for all others; administrators see all. A kernel belongs to its seat's
 user. A kernel without a seat belongs to a user of the machine, who may share a name with another hub user.

@@ -1,4 +1,4 @@
-"""Where cells meet the gate: when they begin, when they end, and when they wait for input.
+"""Takes cells through the gate: when they begin, when they end, and when they wait for input.
 
 The guard wraps the shell's `run_cell_async`, which runs once for every cell. IPython's events would not do: `post_execute` fires for blank
 cells without `pre_execute`, and an exception in `pre_execute` does not stop the cell. Widget messages bypass the wrapper; for them

@@ -1,1 +1,1 @@
-"""What a notebook shows: views, the wait line, charts, notices; each as HTML and as plain text."""
+"""Displays in a notebook: views, the wait line, charts, notices; each as HTML and as plain text."""

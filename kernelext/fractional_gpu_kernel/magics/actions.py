@@ -1,4 +1,4 @@
-"""What `%gpu`'s commands do, including resizing by `%gpu` and `%%gpu`.
+"""The actions of `%gpu`'s commands, including resizing by `%gpu` and `%%gpu`.
 
 Commands are answered within their cell, unless they need an idle kernel: `suspend`, `release` and `resize --later` are requested after the
 cell has ended (`broker_call.AfterCell`).

@@ -186,7 +186,7 @@ class HelpRequested(Exception):  # noqa: N818 - not an error
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting the kernel."""
+    """A parser that raises errors instead of exiting the kernel."""
 
     def __init__(self, prog: str, command: Command) -> None:
         text = f"{command.summary[:1].upper()}{command.summary[1:]}. {command.details}".strip()

@@ -1,4 +1,4 @@
-"""What users cost the broker: one budget for everything that a user sends, so that no user can monopolize it.
+"""Limits users' load on the broker: each has one budget for everything that the user sends, so that no user can monopolize it.
 
 - An account is a seat, if a token or a control group proves one, else a user. It pays for processor time on the loop (`metered`) and in
   threads (`lanes.PAYER`), for each request, message and byte. Elapsed time costs nothing: a slow machine makes no account overdrawn.

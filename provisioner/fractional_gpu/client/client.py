@@ -83,7 +83,7 @@ class BrokerClient:
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
     def because_of(self, cause: str) -> Self:
-        """Set the cause that leases' stories give for later requests, such as "`%gpu suspend`"; return the client."""
+        """Set the cause that leases' stories name for later requests, such as "`%gpu suspend`". Return the client."""
         self._headers[CAUSE] = cause
         return self
 

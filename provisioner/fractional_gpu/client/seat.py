@@ -36,7 +36,7 @@ _LONGEST = 16 * 1024  # bytes
 
 
 class Seat(HidesSecrets, frozen=True, kw_only=True):
-    """What this server's kernels may use in total. Fraction in milli-GPU, memory in MiB."""
+    """The seat of this server, whose kernels share it. Fraction in milli-GPU, memory in MiB."""
 
     seat_id: str
     token: str

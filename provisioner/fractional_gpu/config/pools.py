@@ -337,7 +337,7 @@ class Pool(HasTraits):
 
     @property
     def tariff(self) -> Tariff:
-        """What the pool charges. Without a price, device time is only counted."""
+        """The pool's tariff. Without a price, device time is only counted."""
         return Tariff(
             currency=self.price.unit if self.price is not None else "",
             price_milli=self.price.milli if self.price is not None else 0,

@@ -275,7 +275,7 @@ class SeatFiles:
         return any(self._path(job_id, kind).exists() for kind in _KINDS)
 
     def is_wanted(self, job_id: int) -> bool:
-        """Return whether the job's Epilog has not run."""
+        """Return whether the job's request is still there, because its Epilog has not run."""
         return self._path(job_id, "wanted").exists()
 
     def remove(self, job_id: int) -> None:

@@ -274,7 +274,7 @@ class KubernetesEngine:
         self._run(ask(self._api.patch_node_status(self._node, body, **_RAW), Node, *_use("patch", "nodes/status")))
 
     def annotate_pod(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """Blocks. Raises EngineError. Ignores pods that are gone."""
+        """Set annotations of a pod, unless it is gone. Blocks. Raises EngineError."""
         about = pod.metadata
         body = {"metadata": {"uid": about.uid, "annotations": dict(annotations)}}
         patch = self._api.patch_namespaced_pod_status(about.name, about.namespace, body, **_RAW)

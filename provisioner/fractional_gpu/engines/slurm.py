@@ -208,7 +208,7 @@ class Slurm:
         return True
 
     def comment_in_accounting(self, job_id: int, text: str) -> bool:
-        """Set an ended job's AdminComment in the accounting database, unless it has a foreign one.
+        """Set an ended job's AdminComment in the accounting database, unless another program set it.
 
         Returns False if the database has not seen the job's end yet: slurmctld's report would replace the comment.
         """

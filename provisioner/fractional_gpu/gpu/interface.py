@@ -70,7 +70,7 @@ class DeviceInfo:
 
 
 class ProcessKind(StrEnum):
-    """What a process does on a device."""
+    """The kind of work that a process does on a device."""
 
     COMPUTE = "compute"
     MPS = "mps"  # computes through the MPS server

@@ -30,7 +30,7 @@ def backend_name(device_kind: str) -> str:
 
 
 def open_monitor(backend: str) -> Monitor:
-    """Raises GPUError: NOT_SUPPORTED for an unknown name, others if opening fails."""
+    """Open the devices for reading. Raises GPUError: NOT_SUPPORTED for an unknown name, others if opening fails."""
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor  # noqa: PLC0415 (see above)
 

@@ -1,4 +1,4 @@
-"""Where control group hierarchies are mounted, with the host's paths, even in a separate control group namespace.
+"""Finds where control group hierarchies are mounted, with the host's paths, even in a separate control group namespace.
 
 In such a namespace a container sees the groups above its own as `/..`, once per level: another pod's group is `/../../podUID/...`. The
 levels in between have no names. So we look for our own group once in the whole hierarchy (a mounted host path), by its folder's inode;

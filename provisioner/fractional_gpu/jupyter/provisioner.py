@@ -269,7 +269,6 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return {**await super().get_provisioner_info(), **self._own_info()}
 
     def _own_info(self) -> dict[str, Any]:
-        """Raises ProcessGoneError."""
         info: dict[str, Any] = {} if self._lease is None else {"gpu_lease": self._lease.to_info()}
         if self.process is not None:
             info["gpu_process"] = identity_of(self.process.pid)
@@ -347,7 +346,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return bool(getattr(getattr(self.parent, "parent", None), "keeps_kernels", False))
 
     def _write_record(self, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Blocks. If this fails, the kernel ends with this server."""
+        """Write the record. Blocks. If this fails, the kernel ends with this server."""
         root_dir = str(getattr(getattr(self.parent, "parent", None), "root_dir", ""))
         try:
             self._record = self._record or RecordFile.create(self.kernel_id or "")
@@ -380,7 +379,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
 
     def _config(self) -> tuple[LeaseRequest, str | None]:
-        """Raises FractionalGPUError with one sentence."""
+        """Return the stanza's request and simulated devices. Raises FractionalGPUError with one sentence."""
         try:
             return parse_kernel_config(
                 self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction

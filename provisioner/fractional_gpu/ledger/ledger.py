@@ -62,17 +62,17 @@ _PRUNED = {
     "share_days": ("day < ?", 86_400_000),
     "advised": ("day < ?", 86_400_000),
 }
-"""By table: which rows are old, and the milliseconds of its unit of time."""
+"""Maps a table to the condition of its old rows, and to the milliseconds of its unit of time."""
 _ACCOUNTS = frozenset({"metered", "usage"})  # usage of leases
 _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {old} LIMIT ?)"
 HISTORY_MS: Final = 90 * 86_400_000
-"""How long history is kept: ended leases, their stories, cells and points."""
+"""The retention time of history: ended leases, their stories, cells and points."""
 ACCOUNTS_MS: Final = 400 * 86_400_000
-"""How long usage rows are kept: long enough for a year's bills."""
+"""The retention time of usage rows, long enough for a year's bills."""
 PRUNED_AT_ONCE: Final = 5000
 """Rows of each table, and pages of the file, in one transaction of `Ledger.prune`: about a tenth of a second."""
 STORY_LINES: Final = 1000
-"""Lines that are kept of a lease's story, the last ones: a user can cause any number."""
+"""The most lines kept of a lease's story, because a user can cause any number. The oldest are dropped."""
 _TRIM_STORY = """
 DELETE FROM story WHERE lease_id = :lease_id
 AND line_id <= (SELECT line_id FROM story WHERE lease_id = :lease_id ORDER BY line_id DESC LIMIT 1 OFFSET :kept)
@@ -108,7 +108,7 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""What metered figures can be summed by, with the column."""
+"""Maps what metered figures can be summed by to the column."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?

@@ -26,7 +26,7 @@ class RecordError(LedgerError):
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """What the client said about the kernel when requesting the lease and attaching the process.
+    """The client's description of the kernel, from its requests for the lease and for attaching the process.
 
     The broker changes it; a `LeaseRecord` holds a copy.
     """

@@ -16,7 +16,7 @@ _Seconds = Annotated[int, Meta(ge=0, le=EVER_S)]
 
 
 class UsageQuery(Struct, frozen=True, kw_only=True):
-    """What to sum by (a comma-separated list from `USAGE_BY`; empty: one sum per currency), and over which hours.
+    """A query for sums of use. `by`: a comma-separated list from `USAGE_BY`; empty: one sum per currency.
 
     `since_s`, `until_s`: hours that begin in this range, seconds since 1970. Other fields limit the sum to an exact name (empty: the
     pool's own part). `seated`: only users of the hub (1) or of the machine (0); the same name in both is two users.
@@ -106,7 +106,7 @@ class BudgetExtension(Struct, frozen=True, kw_only=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """What a kernel and its user used. Each list has one entry per currency."""
+    """The use and costs of a kernel and its user. Each list has one entry per currency."""
 
     lease_id: str
     pool: str

@@ -31,12 +31,12 @@ class Pong(Struct, frozen=True, kw_only=True):
 
 
 CLAIM, COMMAND, KERNEL = "claim", "command", "kernel"
-"""What a lease is for: programs that the broker does not know (`jupyter gpu lease`), another program (`jupyter gpu run`), which it cannot
+"""The kinds of leases: for programs that the broker does not know (`jupyter gpu lease`), a program (`jupyter gpu run`), which it cannot
 listen to, or a Jupyter kernel."""
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True):
-    """What a kernel wants. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device).
+    """A request for a lease. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device).
 
     A claim (CLAIM) is granted by `acquire`, ends if that is interrupted, and then counts all processes of its user that use its device
     and belong to no other lease. `pin` moves its end.
@@ -167,7 +167,7 @@ class LeaseNews(Struct, frozen=True, kw_only=True):
 
 
 class ProgressKind(StrEnum):
-    """What a line says in a stream that waits for the GPU or a seat."""
+    """The kind of a line in a stream that waits for the GPU or a seat."""
 
     WAITING = "waiting"
     GRANTED = "granted"

@@ -74,7 +74,7 @@ class FreshQuery(Struct, frozen=True, kw_only=True):
 
 
 class OthersQuery(Struct, frozen=True, kw_only=True):
-    """How far to look back, and which leases not to count (comma-separated)."""
+    """The period to look back, and the leases to leave out (comma-separated)."""
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
     without: str = ""

@@ -22,7 +22,7 @@ class OfferRequest(Struct, frozen=True, kw_only=True):
 
 
 class FractionOffer(Struct, frozen=True, kw_only=True):
-    """What a pool offers for one fraction."""
+    """A pool's offer for one fraction."""
 
     fraction_milli: int
     memory_mib: int
@@ -37,7 +37,7 @@ class FractionOffer(Struct, frozen=True, kw_only=True):
 
 
 class PoolOffer(Struct, frozen=True, kw_only=True):
-    """What a pool offers one user. `why_not`: why the user cannot use it now; empty: the user can."""
+    """A pool's offer to one user. `why_not`: why the user cannot use it now; empty: the user can."""
 
     pool: str
     why_not: str
@@ -54,7 +54,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
 
 
 class Offers(Struct, frozen=True, kw_only=True):
-    """What one user can choose from, and the default choice (empty: nothing is available now)."""
+    """The pools that one user can choose from, and the default choice (empty: nothing is available now)."""
 
     pools: list[PoolOffer] = []
     default_pool: str = ""

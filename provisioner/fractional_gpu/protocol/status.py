@@ -80,7 +80,7 @@ class LeftProcess(Struct, frozen=True, kw_only=True):
 
 
 class KernelFacts(Struct, frozen=True, kw_only=True):
-    """What the broker knows about a lease's kernel. Part of the lease's status and ledger record."""
+    """The broker's facts about a lease's kernel. Part of the lease's status and ledger record."""
 
     kernel_id: str = ""
     note: str = ""  # its user's own words, for people
@@ -125,7 +125,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> LeaseSpec:
-        """What the kernel requested, and has."""
+        """The size that the kernel requested and has."""
         return self.lease.spec
 
     @property
@@ -140,7 +140,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def age_ms(self) -> int:
-        """How long it has been in its state."""
+        """The time that it has been in its state."""
         return max(0, self.now_ms - self.lease.since_ms)
 
     @property
@@ -276,7 +276,7 @@ class HostStatus(Struct, frozen=True, kw_only=True):
 
 
 class HostChange(Struct, frozen=True, kw_only=True):
-    """How a host's status differs from the previous line (`GET /v1/events`)."""
+    """The changes of a host's status since the previous line (`GET /v1/events`)."""
 
     changed: HostStatus  # only changed devices and leases; everything else is complete
     ended: list[str]  # ids of leases no longer shown

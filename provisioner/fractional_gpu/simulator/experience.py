@@ -1,4 +1,4 @@
-"""How users experience sharing: cells' waits, waits at the door, lateness and stretch (defined in docs/simulator.md).
+"""Users' experience of sharing: cells' waits, waits at the door, lateness and stretch (defined in docs/simulator.md).
 
 Only GPU cells count. Times in ms, stretches in thousandths. A cell that runs out of memory has only a wait. The stretch is the
 bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
@@ -77,7 +77,7 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """How many more waits may exceed a limit before their percentile does.
+    """The number of waits that may still exceed a limit before their percentile does.
 
     The percentile p of n times (nearest rank) keeps a limit if and only if at most n - ceil(n p) of them exceed it, and times are only
     added. So if more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.
@@ -97,7 +97,7 @@ class _Allowance:
 
 
 class UserExperience:
-    """What a run's users experience. With a goal, `hopeless` says why it can no longer be met."""
+    """The experience of a run's users. With a goal, `hopeless` says why it can no longer be met."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
         self.waits_ms: dict[int, list[int]] = {}  # by host

@@ -64,7 +64,7 @@ _MOST_FALSE = 50  # in one gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """How early signs come, and how many in 100 are false. 0 ms: no signs.
+    """The signs of coming cells: how early they come, and how many in 100 are false. 0 ms: no signs.
 
     A sign comes `foresight_ms` before each GPU cell, or at once if the person is quicker. False signs come at any time in a gap.
     """

@@ -21,7 +21,7 @@ from fractional_gpu.core.metering.usage import FIGURES, HOUR_MS, Usage, UsageRow
 from fractional_gpu.simulator.machine import Host
 
 BEGINS_MS = 1_767_571_200_000
-"""What the wall clock says when a simulation begins: Monday, 5 January 2026, 0:00 UTC."""
+"""The wall-clock time at which a simulation begins: Monday, 5 January 2026, 0:00 UTC."""
 DAY_MS = 24 * HOUR_MS
 _READ_MS = 60_000
 _MILLI = 1000
@@ -36,7 +36,7 @@ class Power:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metering:
-    """How a run is metered. `measured_percent` of leases have measured use; for the others only the share is known."""
+    """The settings of the meter. `measured_percent` of leases have measured use; for the others only the share is known."""
 
     tariffs: Mapping[str, Tariff] = field(default_factory=dict)  # by pool
     power: Power = Power()

@@ -62,7 +62,7 @@ _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What a run's hosts share. `over` is called when a session's lease ends, `ended` when the session is over."""
+    """The state that a run's hosts share. `over` is called when a session's lease ends, `ended` when the session is over."""
 
     moments: Moments
     accounts: Accounts

@@ -1,1 +1,1 @@
-"""What leases used, written down: the meter's driver, reports of it, and budgets."""
+"""Accounts of what leases used: the meter's driver, reports and budgets."""

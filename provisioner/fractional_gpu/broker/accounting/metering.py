@@ -52,7 +52,7 @@ def local_time(number: int) -> LocalTime:
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a meter leaves to the next one. Energy in mJ, power in mW, time of the last write in ms since boot."""
+    """The state that a meter saves for the next one. Energy in mJ, power in mW, time of the last write in ms since boot."""
 
     boot_id: str = ""
     written_ms: int = 0

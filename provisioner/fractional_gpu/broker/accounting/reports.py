@@ -36,7 +36,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class ReportQuery:
-    """What to sum, how to group it, over which hours (seconds since 1970), and for which user, group, pool and so on."""
+    """The query of a report: columns to sum by, the hours (seconds since 1970), and the user, group, pool and so on."""
 
     by: tuple[str, ...]
     since_s: int

@@ -1,4 +1,4 @@
-"""What a pool charges, in words, for `%gpu cost` and the hub's spawn page."""
+"""Describes a pool's prices in words, for `%gpu cost` and the hub's spawn page."""
 
 from typing import Final
 

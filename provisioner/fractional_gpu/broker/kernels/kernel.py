@@ -1,4 +1,4 @@
-"""What the broker keeps in memory about each lease, besides the arbiter's view: the process, its connections, and the parts' notes.
+"""The broker's data about each lease in addition to the arbiter's view: the process, its connections, and the parts' notes.
 
 A `Kernel` holds one small object for each part of the broker that keeps something about it. Only the part that the object's docstring names
 changes the object; all others read it.
@@ -75,7 +75,7 @@ class Ending:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Measurement:
-    """What the devices counted last. Changed by `Sampler`."""
+    """The devices' last figures. Changed by `Sampler`."""
 
     is_fresh: bool = False  # made since a cell began or ended
     grew: bool = False  # more than before, if the lease's reservation follows its use
@@ -89,7 +89,7 @@ class Measurement:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DiskState:
-    """What the ledger surely holds of the lease. Changed by `LeaseRecords`."""
+    """The parts of the lease that are certainly in the ledger. Changed by `LeaseRecords`."""
 
     reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
     unreserved_saves: int = 0  # saves that record no reservation
@@ -97,7 +97,7 @@ class DiskState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PendingRequests:
-    """What clients wait for. Changed by the services that take the requests."""
+    """The requests that clients wait for. Changed by the services that take the requests."""
 
     waiters: int = 0  # acquisitions under way
     blocked_resumes: int = 0  # of these, those that end once the process handles nothing
@@ -113,7 +113,7 @@ class PendingRequests:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CellState:
-    """What the broker derives from the kernel's messages. Changed by `Broker`."""
+    """The state that the broker derives from the kernel's messages. Changed by `Broker`."""
 
     executing_since_s: float | None = None  # monotonic
     granted_s: float = 0.0  # the last grant, monotonic: a cell that waited for it runs since then

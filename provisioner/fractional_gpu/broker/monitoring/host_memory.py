@@ -103,13 +103,13 @@ log = logging.getLogger(__name__)
 
 _OWN_ADJUSTMENT: Final = -500
 _OWN_NICENESS: Final = -10  # users' computations share what the broker leaves
-"""For the broker and its worker: the killer takes them after all users' processes but before vital services."""
+"""Values for the broker and its worker. The killer takes them after all users' processes but before vital services."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
 
 Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
-"""By lease: the user, and the MiB that each process has saved."""
+"""Maps a lease to its user and to the MiB that each process has saved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class Sampler:
         }
 
     def _read(self, known: set[int], saved: dict[str, int], utilisation: Reading) -> _Sample:
-        """Blocks. Read every device, and scan /proc only if a process other than a kernel itself uses one."""
+        """Read every device, and scan /proc if a process other than a kernel itself uses one. Blocks."""
         uses: dict[str, DeviceUse | None] = {}
         lost: dict[str, str] = {}
         for device_id in self._devices:

@@ -1,4 +1,4 @@
-"""How much of its devices each lease uses while it runs a cell, as the devices count it.
+"""Measures how much of its devices each lease uses while it runs a cell.
 
 A figure is the mean since the last sample, for a lease that ran one cell throughout; the period starts late enough after the cell
 began to leave out earlier use (`settle_us`). There is no figure for cells that wait for input, work outside cells, unreadable messages,

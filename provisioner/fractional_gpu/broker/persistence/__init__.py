@@ -1,1 +1,1 @@
-"""What the broker writes to disk: ledger, lease files, audit log, forecasts."""
+"""The broker's files: ledger, lease files, audit log, forecasts."""

@@ -177,7 +177,7 @@ class DriverStart:
             broker.operations.look_now()  # from now on the driver can be asked
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
-        """Set a device's reason, but a lost one's only once it is back: the event would mark it found."""
+        """Set a device's reason. Skip a lost device until it is back, because the event would mark it as found."""
         spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
         view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
         if view is None or not view.lost:

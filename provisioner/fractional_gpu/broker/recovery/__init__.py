@@ -1,1 +1,1 @@
-"""What a broker does first: it finds the leases of the broker before it, from the ledger and from living processes."""
+"""Recovery at the broker's start: finds the leases of the previous broker in the ledger and from living processes."""

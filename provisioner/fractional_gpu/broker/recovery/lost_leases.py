@@ -57,7 +57,7 @@ class Carrier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a process's command line says. `connection`: a connection file's JSON, checked, or UNKNOWN_CONNECTION."""
+    """The parsed command line of a process. `connection`: a connection file's JSON, checked, or UNKNOWN_CONNECTION."""
 
     connection: str = UNKNOWN_CONNECTION
     kernel_id: str = ""

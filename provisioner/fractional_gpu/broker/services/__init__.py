@@ -1,1 +1,1 @@
-"""What users and administrators may do to leases and devices, and the status that shows them."""
+"""The actions of users and administrators on leases and devices, and the status that shows them."""

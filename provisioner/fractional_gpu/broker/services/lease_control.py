@@ -282,7 +282,7 @@ async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: i
 
 
 def _read(broker: Broker, device_id: str, since_us: int) -> tuple[DeviceUse, DeviceUtilisation, Snapshot] | None:
-    """Blocks. None: the device cannot be read, or reports nothing."""
+    """Return None if the device cannot be read or reports nothing. Blocks."""
     try:
         use, utilisation = broker.monitor.use(device_id), broker.monitor.utilisation(device_id, since_us)
     except GPUError as error:  # the memory sampler detects a lost device

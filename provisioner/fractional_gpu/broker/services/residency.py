@@ -1,4 +1,4 @@
-"""How a lease gets and leaves its device on request (acquire, suspend, resume, move), and how all its processes are ended.
+"""Puts leases on a device or takes them off on request (acquire, suspend, resume, move), and ends all processes of a lease.
 
 `acquire` files a ticket and follows it until the grant, while the cell shows its user why it waits. A grant is sent only once the ledger
 has the reservation; otherwise the next broker could give the same memory to another kernel.

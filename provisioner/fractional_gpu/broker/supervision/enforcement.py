@@ -368,7 +368,7 @@ class GpuActivity:
     def _read(
         self, device_ids: list[str], since_us: int, known: Collection[int]
     ) -> tuple[dict[str, DeviceActivity], Snapshot | None]:
-        """In a thread: read the counters; scan /proc only if a process other than a kernel itself worked."""
+        """Read the counters, and scan /proc if a process other than a kernel itself worked. Blocks."""
         found: dict[str, DeviceActivity] = {}
         for device_id in device_ids:
             try:

@@ -82,7 +82,7 @@ class HardCaps:
                 self._set[group.path, device_id] = limit.hard_mib
 
     def allows(self, kernel: Kernel) -> bool:
-        """Whether no limit keeps the kernel from what its group holds on its devices."""
+        """Whether the kernel's limits allow everything that its group holds on its devices."""
         return self.why_not != "" or self._is_raised(kernel, self._wanted())
 
     def _is_raised(self, kernel: Kernel, wanted: Mapping[Key, int]) -> bool:

@@ -1,4 +1,4 @@
-"""What a driver's error means for the lease: a table by phase, which `docs/driver-errors.md` shows.
+"""The consequences of a driver's error for the lease: a table by phase, which `docs/driver-errors.md` shows.
 
 - Before the checkpoint nothing can be lost: the suspend is tried again soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
 - A failed checkpoint may leave the process unsound: it is not tried again, even if the driver reports that nothing

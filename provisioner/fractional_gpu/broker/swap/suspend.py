@@ -46,7 +46,7 @@ Reserve = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapTimes:
-    """How long each step may take, seconds."""
+    """The time limit of each step, in seconds."""
 
     gate_s: float
     lock_s: float
@@ -54,7 +54,7 @@ class SwapTimes:
 
 
 class StepError(Exception):
-    """A step failed before the point of no return. `need_mib`: what must be saved, if more than was reserved."""
+    """A step failed before the point of no return. `need_mib` is the memory to save, if it is more than was reserved."""
 
     def __init__(self, outcome: SuspendOutcome, sentence: str, need_mib: int = 0) -> None:
         super().__init__(sentence)
@@ -63,7 +63,7 @@ class StepError(Exception):
 
 
 Suspended = tuple[SuspendOutcome, int, str]
-"""How a suspend ended: the outcome, the MiB saved or needed, and a sentence."""
+"""The result of a suspend: the outcome, the MiB saved or needed, and a sentence."""
 
 SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
@@ -232,7 +232,7 @@ class Suspension:
         return Gate(shut=True, answers=bool(word))
 
     async def _comes_between_cells(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel soon ends its cell. Its gate is shut, so no later cell creates a context."""
+        """Return whether a busy kernel ends its cell soon. Its gate is shut, so no later cell can create a context."""
         until_s = time.monotonic() + _BETWEEN_CELLS_S
         while time.monotonic() < until_s and kernel.link is not None:
             if kernel.requests.waiters > 0 or not kernel.in_use:

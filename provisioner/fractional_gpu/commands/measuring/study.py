@@ -92,7 +92,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one step measured. A field is None if it is unknown."""
+    """The figures that one step measured; None if unknown."""
 
     unit_s: float  # mean over the step, per unit of work of one tenant
     latencies_s: Sequence[float]  # between reports of each tenant, per unit

@@ -34,7 +34,7 @@ from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 _ESTABLISHED: Final = 1  # TCP states, in /proc's table and in sock_diag's answers
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
-"""How long a half-closed connection counts. Its client may be waiting for the answer, or gone."""
+"""The time for which a half-closed connection counts. Its client may be waiting for the answer, or gone."""
 
 _Connections = Iterable[tuple[bytes, int]]
 """Each connection's identity and state."""

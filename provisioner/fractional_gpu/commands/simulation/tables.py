@@ -1,4 +1,4 @@
-"""What `jupyter gpu simulate` prints in addition to a run's figures: leases' use, possible losses, and what a ledger recorded."""
+"""The tables of `jupyter gpu simulate` in addition to a run's figures: leases' use, possible losses, and what a ledger recorded."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,1 +1,1 @@
-"""What the commands share: arguments, the connection to the broker, progress, and text for terminals."""
+"""Shared by the commands: arguments, the connection to the broker, progress, and text for terminals."""

@@ -1,4 +1,4 @@
-"""How commands add, complete and check arguments. Lightweight, because every command imports it."""
+"""Adds, completes and checks commands' arguments. Lightweight, because every command imports it."""
 
 import argparse
 import importlib.util

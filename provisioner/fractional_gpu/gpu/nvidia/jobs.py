@@ -19,7 +19,7 @@ _LINK: Final = f"/memfd:{NAME} (deleted)"
 
 @contextmanager
 def job_of(pid: int) -> Iterator[None]:
-    """Set this process's job-file variable to that of `pid`, if it has one, during the block."""
+    """During the block, set this process's job-file variable to that of `pid`, if it has one."""
     descriptor = _open_job(pid)
     if descriptor is None:
         yield

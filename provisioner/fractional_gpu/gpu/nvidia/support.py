@@ -1,4 +1,4 @@
-"""Which releases of NVIDIA's driver and bindings this project supports, as tables and sentences.
+"""The supported releases of NVIDIA's driver and bindings, as tables and sentences.
 
 Driver 570 (CUDA 12.8) brought the checkpoint calls, 580 (CUDA 13.0) moving to another device. We refuse releases reported to lose a
 kernel's state, and machines other than x86-64, where few drivers checkpoint. We warn of releases reported to hang.

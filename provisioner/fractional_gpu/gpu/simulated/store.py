@@ -57,7 +57,7 @@ class NoSuchDeviceError(SimulatedHostError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How the simulated hardware behaves. Bandwidths in MiB/s (0: unlimited), latency in ms, context in MiB."""
+    """The behaviour of the simulated hardware. Bandwidths in MiB/s (0: unlimited), latency in ms, context in MiB."""
 
     checkpoint_mib_s: int = 0
     restore_mib_s: int = 0
