@@ -9,7 +9,6 @@ import grp
 import hashlib
 import json
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -51,8 +50,7 @@ from fractional_gpu.jupyter.kernelspecs import install
 
 _ROOT: Final = Path("/")
 _ENVIRONMENT: Final = Path("/opt/jupyter-fractional-gpu")
-_SMALLEST_MIB: Final = 4096  # few models fit into less
-_PEOPLE: Final = range(1000, 60_000)  # uids
+_MODEL_MIB: Final = 4096  # few models fit into less
 _CONFIG: Final = """\
 # Written by `jupyter gpu setup-machine`. `jupyter gpu broker --generate-config` explains every key.
 # `exclusive`: if the driver enforces memory limits, all programs of a user with kernels may use no more than these hold.
@@ -74,7 +72,7 @@ def configure(parser: Parser) -> None:
     parser.describe("Set up a workstation that several people share: broker, environment, pools, kernels.", EPILOG)
     parser.flag("--dry-run", "print every file and command, and change nothing")
     parser.flag("--undo", "remove what this command made; usage records and files that you changed stay")
-    text = "a share on offer (repeatable; default: by devices and users)"
+    text = "a share on offer (repeatable; default: by the GPUs' memory)"
     parser.argument("--share", "FRACTION", text, by=FRACTIONS, action="append", default=[])
     text = "a pool and its keys as JSON (repeatable; default: default={})"
     parser.argument("--pool", "NAME={...}", text, action="append", default=[])
@@ -283,27 +281,24 @@ def _configuration(options: argparse.Namespace, machine: Machine) -> tuple[Setti
 
 
 def _pools(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the pools. What the options leave out is proposed from the devices and users, and said."""
+    """Return the pools. What the options leave out is proposed from the devices, and said."""
     sizes: list[int] = []
     with suppress(GPUError), closing(open_monitor(NVIDIA)) as monitor:
         sizes = [device.memory_mib for device in monitor.devices()]
     if not sizes:
         guess = "note: no GPU was found (`jupyter-gpu doctor` says why), so shares and limits are a guess"
         say(f"{guess}; when there is one, undo this and run it again", sys.stderr)
-    users = sum(one.pw_uid in _PEOPLE and not one.pw_shell.endswith(("nologin", "false")) for one in pwd.getpwall())
-    shares, most = options.share or propose_shares(sizes, users), max(1, len(sizes) // 2)
-    found = f"{plural(len(sizes), 'GPU')} and {plural(users, 'user')}"
-    say(f"{found}: shares {', '.join(shares)}; one user holds at most {plural(most, 'GPU')} at a time", sys.stderr)
-    common = {"fractions": shares, "user_limits": {"resident": most}, "exclusive": True}
+    shares, most = options.share or propose_shares(sizes), plural(max(1, len(sizes) // 2), "GPU")
+    say(f"{plural(len(sizes), 'GPU')}: shares {', '.join(shares)}; a user holds at most {most} at a time", sys.stderr)
+    common = {"fractions": shares, "user_limits": {"resident": max(1, len(sizes) // 2)}, "exclusive": True}
     named = dict(map(parse_change, options.pool)) or {"default": {}}
     return {name: {**common, **keys} if isinstance(keys, dict) else keys for name, keys in named.items()}
 
 
-def propose_shares(sizes: list[int], users: int) -> list[str]:
-    """Return the shares to offer of devices of these `sizes` (MiB): down to one for each user at once, if it is of use."""
-    enough = 2 * max(users / max(len(sizes), 1), 4)
-    usable = min(sizes, default=16 * _SMALLEST_MIB) // _SMALLEST_MIB
-    return [*(f"1/{one}" for one in (16, 8, 4, 2) if one < enough and one <= usable), "1"]
+def propose_shares(sizes: list[int]) -> list[str]:
+    """Return the shares to offer of devices of these `sizes` (MiB), by how many models of use fit on the smallest."""
+    models = min(sizes, default=4 * _MODEL_MIB) // _MODEL_MIB
+    return [*(f"1/{one}" for one in (8, 4, 2) if one <= models), "1"]
 
 
 def _kernelspecs(settings: Settings) -> dict[Path, bytes]:
