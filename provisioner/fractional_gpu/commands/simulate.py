@@ -32,10 +32,10 @@ from fractional_gpu.simulator.hosts import Door
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import RunMeter, write_usage
 from fractional_gpu.simulator.picture import RunDescription, picture
-from fractional_gpu.simulator.record import replay
+from fractional_gpu.simulator.record import recording, replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
-from fractional_gpu.simulator.simulation import run as run_hosts
+from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, write_sessions
 
 if TYPE_CHECKING:
@@ -196,15 +196,10 @@ def _simulate(
     meter: RunMeter | None = None,
 ) -> Result:
     record = Path(machine.scenario.record) if machine.scenario.record is not None else None
-    with Progress(_devices_of(hosts)) as progress:
-        result = run_hosts(
-            hosts,
-            trace,
-            Door(hosts, trace, machine.scenario.door, machine.scenario.seed),
-            record=record,
-            goal=goal,
-            progress=progress.counter("sessions"),
-            meter=meter,
+    door = Door(hosts, trace, machine.scenario.door, machine.scenario.seed)
+    with Progress(_devices_of(hosts)) as progress, recording(record, hosts, trace, door=door.rule) as log:
+        result = simulate(
+            hosts, trace, door=door, record=log, goal=goal, progress=progress.counter("sessions"), meter=meter
         )
     result.wall_s = progress.seconds
     return result

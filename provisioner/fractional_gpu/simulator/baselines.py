@@ -15,7 +15,7 @@ from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, DoorRule, Leases, Machine, Moments, hosts_of
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.result import Result, begin_result
-from fractional_gpu.simulator.simulation import Progress, run
+from fractional_gpu.simulator.simulation import Progress, simulate
 from fractional_gpu.simulator.traces import Cell, Session
 
 BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-suspend", "time-slice")
@@ -46,8 +46,7 @@ def run_baseline(
     hosts = hosts_of(machine)
     if name == "whole-gpu-suspend":
         whole = tuple(_whole_devices(host) for host in hosts)
-        door = Door(whole, trace, rule, seed)
-        return run(whole, trace, door, name=name, goal=goal, progress=progress)
+        return simulate(whole, trace, name=name, door=Door(whole, trace, rule, seed), goal=goal, progress=progress)
     facts = _Rules(
         fill_percent=mps_fill_percent if name == "mps-pack" else 100,
         clients=MPS_CLIENTS if name == "mps-pack" else None,

@@ -6,44 +6,17 @@ hash order. A session gets its host when it opens (`hosts`) and stays there; `on
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from fractional_gpu.core.forecasts.outcomes import ForecastOutcome
 from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, Machine, Moments, hosts_of
-from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.one_host import HostRun, RunState, Watch
-from fractional_gpu.simulator.record import EventLog, recording
+from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Accounts, Result, begin_result
 from fractional_gpu.simulator.traces import Session
 
 Progress = Callable[[int, int], None]
-
-
-def run(
-    hosts: Sequence[Host],
-    trace: Sequence[Session],
-    door: Door,
-    *,
-    name: str = "fractional",
-    record: Path | None = None,
-    progress: Progress | None = None,
-    goal: Goal | None = None,
-    meter: RunMeter | None = None,
-) -> Result:
-    """Run the trace as `simulate` does, and write the record to a file."""
-    with recording(record, hosts, trace, door=door.rule) as log:
-        return simulate(
-            hosts,
-            trace,
-            name=name,
-            door=door,
-            record=log,
-            progress=progress,
-            goal=goal,
-            meter=meter,
-        )
 
 
 def simulate(
