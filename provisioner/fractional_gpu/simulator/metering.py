@@ -36,12 +36,9 @@ class Power:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metering:
-    """The settings of the meter. `measured_percent` of leases have measured use; for the others only the share is known."""
-
     tariffs: Mapping[str, Tariff] = field(default_factory=dict)  # by pool
     power: Power = Power()
     noise_percent: int = 0
-    measured_percent: int = 100
     seed: int = 1
 
 
@@ -104,7 +101,6 @@ class HostMeter:
         self._swing_mw = max(0, power.peak_mw - power.idle_mw)
         self._devices: dict[str, _Device] = {}
         self._held: dict[str, tuple[str, ...]] = {}  # devices by lease
-        self._measured: dict[str, bool] = {}
         for pool in host.pools:
             tariff = settings.tariffs.get(pool.name)
             if tariff is not None:
@@ -168,7 +164,6 @@ class HostMeter:
             utilisation = {
                 lease_id: self._use(at_ms, device_id, device, lease_id)
                 for lease_id in (device.ran_ms.keys() | device.holders.keys())
-                if self._is_measured(lease_id)
             }
             quiet = not any(device.used.values())
             counter_mj = device.drawn_uj // _MILLI
@@ -206,13 +201,6 @@ class HostMeter:
             return 1.0
         rng = random.Random(f"{self._settings.seed}/{what}/{which}")  # noqa: S311 - a workload, not a secret
         return max(_LEAST, rng.gauss(1.0, percent / 100))
-
-    def _is_measured(self, lease_id: str) -> bool:
-        known = self._measured.get(lease_id)
-        if known is None:
-            rng = random.Random(f"{self._settings.seed}/measured/{lease_id}")  # noqa: S311 - a workload, not a secret
-            known = self._measured[lease_id] = rng.random() * 100 < self._settings.measured_percent
-        return known
 
 
 _FORMAT, _VERSION = "jupyter-gpu-usage", 1

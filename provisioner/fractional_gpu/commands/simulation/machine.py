@@ -142,7 +142,6 @@ def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
             tariffs={pool.name: pool.tariff for pool in settings.pools} if settings is not None else {},
             power=Power(idle_mw=idle * 1000, peak_mw=peak * 1000),
             noise_percent=scenario.power_noise,
-            measured_percent=scenario.measured_use,
             seed=scenario.seed,
         )
     )

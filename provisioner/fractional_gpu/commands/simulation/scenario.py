@@ -120,7 +120,6 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     usage: Annotated[str | None, _help("write all rows of the meter to this file, as JSON")] = None
     power: Annotated[str, _help("each device's power, idle to peak, in W")] = "75-700"
     power_noise: Annotated[Percent, _help("percent of noise in power and measured use")] = 0
-    measured_use: Annotated[Percent, _help("percent of kernels whose use is measured")] = 100
 
     def load(self) -> Load:
         return Load(
@@ -151,15 +150,13 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         return " ".join(["jupyter gpu simulate", *(f"--set {shlex.quote(one)}" for one in said)])
 
 
-_OUTPUTS: Final = frozenset(
-    ["write_trace", "record", "replay", "meter", "usage", "power", "power_noise", "measured_use"]
-)
+_OUTPUTS: Final = frozenset(["write_trace", "record", "replay", "meter", "usage", "power", "power_noise"])
 _OF_PUBLISHED: Final = ("pace", "memory_of", "several_gpus", "joint_starts")
 _MADE_UP: Final = (
     *("days", "habit", *_OF_PUBLISHED, "lunch", "weekends", "weekend_users", "time_zones", "ask_error", "urgent_users"),
 )
 _GOALS: Final = ("p95_wait", "p99_wait", "p95_late")
-_OF_METER: Final = ("power", "power_noise", "measured_use")
+_OF_METER: Final = ("power", "power_noise")
 
 # Keys that need another key.
 _NEEDS: Final = (
