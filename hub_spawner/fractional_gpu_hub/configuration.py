@@ -137,7 +137,7 @@ def _answers(path: str) -> bool:
 
 
 def _is_system_service(path: str) -> bool:
-    """Whether a broker serves at `path` that this hub did not start earlier."""
+    """Return whether a broker serves at `path` that this hub did not start earlier."""
     if path != SYSTEM_SOCKET or not _answers(path):
         return False
     try:

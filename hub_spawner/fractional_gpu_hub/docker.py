@@ -97,7 +97,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
             self.port = random_port()  # an administrator's choice: all containers share the machine's ports
 
     def _shares_network(self) -> bool:
-        """Whether the containers use the machine's network. Call it once the settings are evaluated."""
+        """Return whether the containers use the machine's network. Call it once the settings are evaluated."""
         return bool(self.extra_host_config.get("network_mode", self.network_name) == "host")
 
     async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or a callable that returns one

@@ -75,7 +75,7 @@ class LeasedKernel:
         return self.gate.is_busy or self.gate.is_exempt or bool(self.inputs.waiting)
 
     def has_gui_loop(self) -> bool:
-        """Whether the main thread runs a GUI event loop (`%gui`) between cells, which delays the main loop's callbacks."""
+        """Return whether the main thread runs a GUI event loop (`%gui`) between cells, which delays the main loop's callbacks."""
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped

@@ -123,7 +123,7 @@ def mapped_files() -> set[str]:
 
 
 def is_half_imported(module: ModuleType) -> bool:
-    """Whether another thread, or an outer cell, is still executing the module."""
+    """Return whether another thread, or an outer cell, is still executing the module."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
@@ -179,7 +179,7 @@ class TorchLimits:
             self._others = devices - self._limited
 
     def is_stale(self) -> bool:
-        """Whether a device without a limit is in use. Reads the allocator's counters, without calling the driver."""
+        """Return whether a device without a limit is in use. Reads the allocator's counters, without calling the driver."""
         torch = sys.modules.get("torch") if self._others else None
         return torch is not None and any(_torch_bytes(torch.cuda, index) for index in self._others)
 
@@ -343,7 +343,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Whether the installed package reads the name. False for another process, whose packages are unknown."""
+        """Return whether the installed package reads the name. False for another process, whose packages are unknown."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -383,7 +383,7 @@ def _torch_bytes(cuda: Any, index: int) -> int:  # noqa: ANN401 - as above
 
 
 def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
-    """Whether the process has a context on the device, or may have."""
+    """Return whether the process has a context on the device, or may have."""
     has_context = getattr(getattr(torch, "_C", None), "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(index))
 
@@ -510,17 +510,17 @@ def _cannot_save(what: str) -> str:
 
 
 def _sets_managed_resource(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` gets a managed one."""
+    """Return whether rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` gets a managed one."""
     return _is_managed(kwargs.get("mr", args[-1] if args else None))
 
 
 def _reinitializes_managed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `rmm.reinitialize(pool_allocator, managed_memory, ...)` gets managed memory."""
+    """Return whether `rmm.reinitialize(pool_allocator, managed_memory, ...)` gets managed memory."""
     return bool(kwargs.get("managed_memory", args[1] if len(args) > 1 else False))
 
 
 def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch's `MemPool.__init__(self, allocator=None, ...)` gets an unknown allocator."""
+    """Return whether torch's `MemPool.__init__(self, allocator=None, ...)` gets an unknown allocator."""
     given = kwargs.get("allocator", args[1] if len(args) > 1 else None) is not None
     return given and sys.modules.keys().isdisjoint(_SAVEABLE_ALLOCATORS)
 
@@ -567,7 +567,7 @@ def _profiled_with(profiler: str) -> str:
 
 
 def _traces_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch's `_prepare_profiler(config, activities)` or `_enable_profiler` gets CUDA."""
+    """Return whether torch's `_prepare_profiler(config, activities)` or `_enable_profiler` gets CUDA."""
     activities = args[1] if len(args) > 1 else kwargs.get("activities", ())
     return any(getattr(activity, "name", "") == "CUDA" for activity in activities)
 
@@ -624,7 +624,7 @@ class CheckpointBlockers:
 
 
 def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - one of rmm's memory resources
-    """Whether an rmm memory resource, or one upstream of it, allocates managed memory."""
+    """Return whether an rmm memory resource, or one upstream of it, allocates managed memory."""
     for _ in range(_MOST_RESOURCES):
         if "Managed" in type(resource).__name__:
             return True

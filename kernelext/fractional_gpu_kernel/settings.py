@@ -96,7 +96,7 @@ _LOCAL_REASONS = frozenset({"no-descriptor", "no-access"})
 
 
 def is_local(error: Exception) -> bool:
-    """Whether the call failed because of this process, not the broker."""
+    """Return whether the call failed because of this process, not the broker."""
     return getattr(error, "reason", None) in _LOCAL_REASONS or isinstance(error, LOCAL_FAILURES)
 
 

@@ -259,7 +259,7 @@ def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
 
 
 def _is_of_the_node(path: str) -> bool:
-    """Whether a host path leads to the node's administration: its root, /proc, the broker's state, a runtime's socket."""
+    """Return whether a host path leads to the node's administration: its root, /proc, the broker's state, a runtime's socket."""
     whole = PurePosixPath("/", path)
     places = ("/proc", "/sys", "/run", "/var/run", "/var/lib/jupyter-gpu", "/var/lib/kubelet", "/etc")
     # Both directions: /proc/1 is in /proc, and / contains it.

@@ -351,11 +351,11 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return self._gpu_host
 
     def state_ispending(self) -> bool:
-        """Whether the job waits, as last read from Slurm."""
+        """Return whether the job waits, as last read from Slurm."""
         return self._gpu_job is not None and not self._gpu_job.runs and not self._gpu_job.has_ended
 
     def state_isrunning(self) -> bool:
-        """Whether the job runs, as last read from Slurm."""
+        """Return whether the job runs, as last read from Slurm."""
         return self._gpu_job is not None and self._gpu_job.runs
 
     async def cancel_batch_job(self) -> None:

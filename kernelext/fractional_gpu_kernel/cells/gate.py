@@ -57,7 +57,7 @@ class Gate:
         return bool(self._exempt) and not self._running
 
     def runs_beside(self, mark: object) -> bool:
-        """Whether another cell is running: an outer cell, or one in another subshell."""
+        """Return whether another cell is running: an outer cell, or one in another subshell."""
         return any(one is not mark for one in list(self._running))
 
     def enter(self, mark: object) -> bool:
@@ -194,7 +194,7 @@ def needs_gpu(transformed: str) -> bool:
 
 
 def _is_own_magic(node: ast.expr) -> bool:
-    """Whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help for it, or a measurement."""
+    """Return whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help for it, or a measurement."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr=attr),

@@ -81,7 +81,7 @@ def socket_path() -> str:
 
 
 def _is_system_service_there() -> bool:
-    """Whether the machine has a system service: its socket, the lock that a stopped one leaves, or its unit, even if we may not look.
+    """Return whether the machine has a system service: its socket, a stopped one's lock, or its unit, even if we may not look.
 
     If a user's broker started before the service or during its restart, it would take the devices, and the service could not start.
     """
@@ -105,7 +105,7 @@ def ensure_broker(
     command: tuple[list[str], dict[str, str]] | None = None,
     simulate: str | None = None,
 ) -> "BrokerClient":
-    """Return a client of the broker on `socket` (default: `socket_path()`), starting one if none serves there.
+    """Return a client of the broker on `socket` (default: `socket_path()`), starting one if none is running there.
 
     `timeout_s` bounds, in seconds, the start and each of the client's calls; `answer_s` (default: the same) the first answer of a running
     broker. `command` starts one (default: `restart_command`). `simulate`: the first broker's simulated devices, if the environment names
@@ -167,7 +167,7 @@ def _check_may_start(path: str) -> None:
 
 
 def _is_service(path: str) -> bool:
-    """Whether the socket is a service's, or in a root-owned folder that this user cannot write to."""
+    """Return whether the socket is a service's, or in a root-owned folder that this user cannot write to."""
     try:
         return is_service_socket(path) or Path(path).absolute().parent.stat().st_uid == 0 != os.geteuid()
     except OSError:
@@ -175,7 +175,7 @@ def _is_service(path: str) -> bool:
 
 
 def _answers(client: "BrokerClient", answer_s: float) -> bool:
-    """Whether a broker serves; False only if none listens. Raises BrokerUnavailableError if it hangs or is incompatible."""
+    """Return whether a broker serves; False only if none listens. Raises BrokerUnavailableError if it hangs or is incompatible."""
     try:
         pong = client.ping(answer_s)
     except BrokerUnavailableError as error:
@@ -208,7 +208,7 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
         if holder is not None and time.monotonic() > deadline_s:
             raise BrokerUnavailableError(
                 f"the GPU broker at {path} is running (process {holder}), but its socket is gone, and it did not restore it within "
-                f"{timeout_s:g} s: its log says why. `jupyter gpu broker --restart --socket {path}` restarts it; kernels lose nothing"
+                f"{timeout_s:g} s; see its log. `jupyter gpu broker --restart --socket {path}` restarts it; kernels lose nothing"
             )
         time.sleep(_PAUSE_S)
         if _answers(client, timeout_s):
@@ -287,7 +287,7 @@ def spare_restart_file(path: str) -> Path:
 
 
 def has_restart_file(path: str) -> bool:
-    """Whether this socket's broker crashed, or ended while leases lived."""
+    """Return whether this socket's broker crashed, or ended while leases lived."""
     return restart_file(path).exists() or spare_restart_file(path).exists()
 
 

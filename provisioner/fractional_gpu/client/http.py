@@ -29,7 +29,7 @@ ANSWER_S = 5.0  # after this, people learn that the broker does not answer
 
 
 def is_service_socket(path: str) -> bool:
-    """Whether the socket is a system service's: under /run, but not in a user's own part of it."""
+    """Return whether the socket is a system service's: under /run, but not in a user's own part of it."""
     real = Path(os.path.realpath(path))
     return real.is_relative_to("/run") and not real.is_relative_to("/run/user")
 

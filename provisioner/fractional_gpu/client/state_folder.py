@@ -101,7 +101,7 @@ def filesystem_type(path: Path) -> str:
 
 
 def is_network(path: Path) -> bool:
-    """Whether hosts may share the path's filesystem, as unknown FUSE ones might. The path need not exist."""
+    """Return whether hosts may share the path's filesystem, as unknown FUSE ones might. The path need not exist."""
     kind = filesystem_type(path)
     return kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)
 

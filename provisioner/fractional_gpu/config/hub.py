@@ -52,7 +52,7 @@ class OpeningHours:
     spans: tuple[tuple[int, int], ...]
 
     def is_open(self, minute: int) -> bool:
-        """Whether the pool is open in that minute of the week."""
+        """Return whether the pool is open in that minute of the week."""
         return any(start <= minute < end or start <= minute + _WEEK_MINUTES < end for start, end in self.spans)
 
     def next_opening(self, minute: int) -> str:

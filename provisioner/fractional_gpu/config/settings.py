@@ -264,12 +264,12 @@ class Settings(HasTraits):
 
     @property
     def first_pool(self) -> Pool:
-        """The pool of kernels that name none."""
+        """The pool of kernels that name no pool."""
         return next((pool for pool in self.pools if pool.name == (self.default_pool or "default")), self.pools[0])
 
     @property
     def first_fraction(self) -> int:
-        """The fraction of kernels that name none, milli-GPU."""
+        """The fraction of kernels that name no fraction, in milli-GPU."""
         offered = self.first_pool.fractions
         if self.default_fraction is not None:
             return self.default_fraction

@@ -346,7 +346,7 @@ def library(value: object) -> str:
 
 
 def account(value: object) -> int | None:
-    """Return the uid of a user of this host; None for no user."""
+    """Return the uid of a user of this host, or None if the name is empty."""
     try:
         return pwd.getpwnam(str(value)).pw_uid if value else None
     except (KeyError, ValueError):
@@ -354,7 +354,7 @@ def account(value: object) -> int | None:
 
 
 def notice_source(value: object) -> Path | str | None:
-    """Return a file's path, or a URL on the loopback or the clouds' link-local metadata address; None for none."""
+    """Return a file's path, or a URL on the loopback or the clouds' link-local metadata address, or None if the value is empty."""
     if not isinstance(value, str) or "://" not in value:
         return path("/run/revoked")(value)
     allowed = (
@@ -382,7 +382,7 @@ def file_size(value: object) -> int:
 
 
 def metrics_address(value: object) -> tuple[str, int] | None:
-    """Return an IP address and a port; None for no listener. A host name is refused: its address may change."""
+    """Return an IP address and a port, or None if the value is empty. A host name is refused, because its address may change."""
     if value == "":
         return None
     allowed = "expected an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"

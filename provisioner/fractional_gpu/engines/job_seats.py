@@ -180,7 +180,7 @@ class SeatFiles:
             write_seat(seat, self._path(wanted.job_id, "json"), uid=wanted.uid)
             client.confirm_seat(line.seat_id)
             return wanted, [line.warning] if line.warning else []
-        raise NoRoomError("the broker ended the request for the seat without a reason; its log may say more")
+        raise NoRoomError("the broker ended the request for the seat without a reason; see its log")
 
     def _register_smaller(self, client: SeatClient, wanted: JobSeat, cap_mib: int) -> tuple[JobSeat, list[str]]:
         has_mib = wanted.memory_mib or 0

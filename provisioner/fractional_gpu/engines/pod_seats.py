@@ -138,7 +138,7 @@ class PodSeats:
                 return f"{share}; warning: {last.warning}" if last.warning else share
         except (EngineError, BadRequestError, ForbiddenError, NoRoomError, NotFoundError) as error:
             return f"refused: {error}"
-        return f"refused: {last.sentence if last is not None else 'the broker ended the request without a reason; its log may say more'}"
+        return f"refused: {last.sentence if last is not None else 'the broker ended the request without a reason; see its log'}"
 
     def note(self, found: Iterable[Pod]) -> None:
         if not self._may_annotate:

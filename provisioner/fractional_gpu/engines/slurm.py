@@ -87,7 +87,7 @@ class SlurmJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its Epilog has run, or will not."""
+        """Whether the job has ended, so that its Epilog has run or never will."""
         return self.state in ENDED
 
 

@@ -130,7 +130,7 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
 
 
 def _lives(target: ProcessIdentity) -> bool:
-    """Whether the process is alive. Raises GPUError WRONG_IDENTITY if another has its pid."""
+    """Return whether the process is alive. Raises GPUError WRONG_IDENTITY if another has its pid."""
     try:
         found = identify(target.pid)
     except ProcessLookupError:

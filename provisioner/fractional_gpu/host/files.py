@@ -160,7 +160,7 @@ _file = os.environ.get(VARIABLE)
 
 
 def enabled() -> bool:
-    """Whether a file sets points, for callers to whom building a point's name costs time."""
+    """Return whether a file sets points, for callers to whom building a point's name costs time."""
     return _file is not None
 
 

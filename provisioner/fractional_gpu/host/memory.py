@@ -287,7 +287,7 @@ def kill_count(counter: Path) -> int:
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Whether the kernel log says that the killer ended this process; None in a container, or if it is unreadable."""
+    """Return whether the kernel log says that the killer ended this process; None in a container, or if it is unreadable."""
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None
     try:

@@ -55,7 +55,7 @@ def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
 def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
     """Identify a process by our pid, even if /proc shows an outer namespace's pids (`unshare --pid` alone).
 
-    Raises as `identify`, which reads the process that /proc shows under a pid.
+    Raises the errors of `identify`, which reads the process that /proc shows under a pid.
     """
     try:
         shown = int(os.readlink(proc / "self"))  # noqa: PTH115
@@ -98,7 +98,7 @@ def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
 
 
 def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
-    """Whether the process finds our folder at this path, without links through foreign mounts. Raises OSError."""
+    """Return whether the process finds our folder at this path, without links through foreign mounts. Raises OSError."""
     if namespace_of(pid, "mnt", proc=proc) == own_namespace("mnt", proc=proc):
         return True
     # Step by step: a link below its root would lead from our root.

@@ -49,13 +49,13 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Whether the peer has not read everything yet. A thread blocked in a read takes data without running code."""
+    """Return whether the peer has not read everything yet. A thread blocked in a read takes data without running code."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
 
 
 def detects_unread() -> bool:
-    """Whether `unread` works here: some systems that emulate Linux do not support it for UNIX sockets."""
+    """Return whether `unread` works here: some systems that emulate Linux do not support it for UNIX sockets."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:

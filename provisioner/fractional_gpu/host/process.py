@@ -120,7 +120,7 @@ def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
-    """Whether this process is running: same boot, same start time, no zombie. Raises PermissionError."""
+    """Return whether this process is running: same boot, same start time, no zombie. Raises PermissionError."""
     try:
         stat = read_stat(identity.pid, proc=proc)
     except ProcessLookupError:
@@ -309,7 +309,7 @@ class Snapshot:
         return self._by_pid[identity.pid].uid if identity in self else None
 
     def runs_own_program(self, identity: ProcessIdentity) -> bool:
-        """Whether the process has called exec since its fork, so that it shares no memory with its parent."""
+        """Return whether the process has called exec since its fork, so that it shares no memory with its parent."""
         return identity in self and not self._by_pid[identity.pid].forked
 
     def stopped_or_traced(self, identity: ProcessIdentity) -> bool:
@@ -383,7 +383,7 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Whether the process is `root`, or descends from it but not through `others`. Raises PermissionError."""
+    """Return whether the process is `root`, or descends from it but not through `others`. Raises PermissionError."""
     for _ in range(_DEEPEST):
         if pid == root.pid:
             return is_alive(root)
@@ -454,7 +454,7 @@ _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Whether the process maps a file whose path matches; `unreadable` if that is unknown. Blocks."""
+    """Return whether the process maps a file whose path matches; `unreadable` if that is unknown. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -464,7 +464,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Whether the process has a file open whose path matches; True beyond 65,536 descriptors. Blocks."""
+    """Return whether the process has a file open whose path matches; True beyond 65,536 descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:

@@ -99,7 +99,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Whether this process serves the whole host rather than its own pod: process 1 is in another control group. Raises OSError."""
+    """Return whether this process serves the whole host rather than its own pod: process 1 is in another control group. Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 
@@ -131,7 +131,7 @@ def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
 
 
 def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
-    """Whether a hierarchy has this group, or None if no mount could show it. Raises OSError."""
+    """Return whether a hierarchy has this group, or None if no mount could show it. Raises OSError."""
     folders = [mount.folder(PurePosixPath(group)) for mount in mounts(proc=proc)]
     shown = [folder.is_dir() for folder in folders if folder is not None]
     return any(shown) if shown else None

@@ -145,7 +145,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Whether the packages are still there, and no module of the same name shadows them."""
+    """Return whether the packages are still there, and no module of the same name shadows them."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return all(
         module is not None

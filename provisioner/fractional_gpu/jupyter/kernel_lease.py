@@ -97,7 +97,7 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Whether the process may be frozen, and so unable to exit."""
+        """Return whether the process may be frozen, and so unable to exit."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 

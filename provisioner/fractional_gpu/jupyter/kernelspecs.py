@@ -345,7 +345,7 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
-    """Whether the folder has our kernelspec for this base, pool and fraction. Raises FractionalGPUError if it has another."""
+    """Return whether the folder has our kernelspec for this base, pool and fraction. Raises FractionalGPUError if it has another."""
     if not os.path.lexists(folder):
         return False
     before = _read_ours(folder)

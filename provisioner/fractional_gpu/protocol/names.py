@@ -180,7 +180,7 @@ def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str
 
 
 def check_msgspec() -> None:
-    """Raise BrokerUnavailableError ("no-msgspec") if this process can import no msgspec, or only an old one."""
+    """Raise BrokerUnavailableError ("no-msgspec") if this process cannot import msgspec, or only an old version."""
     try:
         import msgspec  # noqa: PLC0415 - to be checked
 

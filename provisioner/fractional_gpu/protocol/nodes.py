@@ -56,7 +56,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no more jobs with a share; empty: it does
 
     def is_stale(self, now_s: int) -> bool:
-        """Whether the summary is too old."""
+        """Return whether the summary is too old."""
         return now_s - self.at_s > STALE_S
 
 

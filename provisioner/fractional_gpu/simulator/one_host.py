@@ -505,7 +505,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel) -> bool:
-        """Whether the swap that begins fails: drawn for each swap of each session, independent of others."""
+        """Return whether the swap that begins fails: drawn for each swap of each session, independent of others."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"

@@ -302,7 +302,7 @@ class Handler(web.RequestHandler):
         return True
 
     def is_read(self) -> bool | None:
-        """Whether the peer has read everything we wrote; None if the operating system cannot tell."""
+        """Return whether the peer has read everything we wrote; None if the operating system cannot tell."""
         if not self.shared.hears or self.stream.socket is None:
             return None
         return not (self.stream.writing() or unread(self.stream.socket))
@@ -344,4 +344,4 @@ def _error_for(status: int) -> FractionalGPUError:
         return BadRequestError("this route does not accept that method", reason="bad-method")
     if 400 <= status < 500:
         return BadRequestError("the request is malformed")
-    return InternalBrokerError("the broker failed; its log says why")
+    return InternalBrokerError("the broker failed; see its log")

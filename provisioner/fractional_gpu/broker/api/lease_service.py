@@ -142,14 +142,14 @@ class LeaseService:
         return kernel.requests.evictions > 0 or (kernel.ending.released and own)
 
     def _may_see(self, peer: Peer, kernel: Kernel) -> bool:
-        """Whether the lease is the peer's. A hub seat's lease takes more than the uid: containers share uids."""
+        """Return whether the lease is the peer's. A hub seat's lease takes more than the uid: containers share uids."""
         if peer.admin or peer.credentials.uid != kernel.uid:
             return peer.admin
         view = self.broker.arbiter.lease(kernel.lease_id)
         return peer.token is not None or view is None or not view.spec.seat
 
     def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
-        """Whether the peer is a process of this kernel, not of a kernel below it. `or_parent`: or the kernel's parent."""
+        """Return whether the peer is a process of this kernel, not of a kernel below it. `or_parent`: or the kernel's parent."""
         identity, pid = kernel.identity, peer.credentials.pid
         if identity is None or peer.credentials.uid != kernel.uid:
             return False
@@ -160,7 +160,7 @@ class LeaseService:
             return False
 
     def _is_token_of(self, peer: Peer, token: str, kernel: Kernel, *, own: bool) -> bool:
-        """Whether it is the lease's token or, unless the route is `own`, the token of the lease's seat."""
+        """Return whether it is the lease's token or, unless the route is `own`, the token of the lease's seat."""
         digest = token_digest(token)
         # A lease restored without a record has no digest yet: accept the first token from a process of the kernel or its parent.
         if not kernel.token_sha256 and self._is_of(peer, kernel, or_parent=True):

@@ -99,7 +99,7 @@ class _ByTCP(web.RequestHandler):
 
     def write_error(self, status_code: int, **_: Any) -> None:  # noqa: ANN401 - tornado's own
         self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish("metrics are at GET /metrics\n" if status_code < 500 else "the broker failed; its log says why\n")
+        self.finish("metrics are at GET /metrics\n" if status_code < 500 else "the broker failed; see its log\n")
 
 
 class _LimitedServer(HTTPServer):

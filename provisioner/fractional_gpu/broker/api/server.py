@@ -84,7 +84,7 @@ def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | Non
 
 
 def bearer(headers: httputil.HTTPHeaders) -> str | None:
-    """Return the request's token, "" if its Authorization header has another form, or None without one."""
+    """Return the request's token, "" if its Authorization header has another form, or None if it has no such header."""
     authorization = headers.get("Authorization")
     if authorization is None:
         return None

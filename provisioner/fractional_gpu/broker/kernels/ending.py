@@ -41,7 +41,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
         found = await left()
     if found:
         raise ConflictError(
-            f"{what.format(pid=found[0].pid)} is still running after SIGKILL; the system log may say why",
+            f"{what.format(pid=found[0].pid)} is still running after SIGKILL; check the system log",
             reason="does-not-end",
         )
 
@@ -101,5 +101,5 @@ class Evictions:
         self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
-        """Return, once, the sentence for a new lease of the same kernel id; empty if its last kernel was not evicted."""
+        """Return the sentence for a new lease of the same kernel id, once; empty if its last kernel was not evicted."""
         return self._sentences.pop((kernel.uid, kernel.facts.kernel_id), "")

@@ -393,7 +393,7 @@ class Sampler:
 
 
 def _is_held_up(kernel: Kernel) -> bool:
-    """Whether the process is stopped or debugged. It is not stuck, and needs no GPU until it continues."""
+    """Return whether the process is stopped or debugged. It is not stuck, and needs no GPU until it continues."""
     try:
         return kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except OSError:  # it ended, or is unreadable

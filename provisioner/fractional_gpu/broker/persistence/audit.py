@@ -81,7 +81,7 @@ class AuditedAction:
 
 
 def is_of_another_user(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
-    """Whether the peer is an administrator and the lease another user's. A seat's lease is, unless the peer has its token."""
+    """Return whether an administrator acts on another user's lease. A seat's lease counts as one unless the peer has its token."""
     if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
         return peer.admin
     return peer.admin and peer.token is None and bool(view.spec.seat)

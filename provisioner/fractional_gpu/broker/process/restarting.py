@@ -107,7 +107,7 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
 
 
 def start_detached(options: BrokerOptions) -> int:
-    """Start a broker. Return 0 once one serves on the socket, or 1 after printing why none does to stderr."""
+    """Start a broker. Return 0 once a broker serves on the socket, or print to stderr why not and return 1."""
     try:
         options = resolved(options)
         socket = options.socket or ""

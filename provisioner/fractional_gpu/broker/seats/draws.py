@@ -144,7 +144,7 @@ class SeatDraws:
         return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
 
     def predates(self, kernel: Kernel, view: LeaseView) -> bool:
-        """Whether a server before the seat's present one started the kernel."""
+        """Return whether a server before the seat's present one started the kernel."""
         return view.revoked or (kernel.taken_over and view.spec.seat in self._seats)
 
     def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:

@@ -63,7 +63,7 @@ def percent(milli: int) -> str:
 
 
 def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
-    """Whether the request replaces the seat. Servers of the same name on two hubs are two servers."""
+    """Return whether the request replaces the seat. Servers of the same name on two hubs are two servers."""
     return (seat.hub, seat.owner, seat.server) == (request.hub, request.owner, request.server)
 
 

@@ -524,7 +524,7 @@ class Seats:
 
 
 def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
-    """Whether `other`, in line already, stays before a new request. Requests that an engine has admitted go first."""
+    """Return whether `other`, in line already, stays before a new request. Requests that an engine has admitted go first."""
     if waiter.request.admitted or other.request.admitted:
         return other.request.admitted
     return other.terms.priority >= waiter.terms.priority

@@ -169,7 +169,7 @@ def _group_of(workload: Workload) -> str:
 
 
 def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
-    """Return the warning, or "" without one, or None while the group is unknown."""
+    """Return the warning, "" if there is none, or None while the group is unknown."""
     try:
         group = _group_of(workload)
         return memory_warning(workload.engine, group, seat.memory_mib) if group else None

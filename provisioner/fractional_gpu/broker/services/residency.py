@@ -36,7 +36,7 @@ _IDLE_PATIENCE_S = 10.0  # how long a requested suspend or move waits for the ke
 _AGAIN_S = 0.3
 _QUIET_S = 0.25
 _UNWRITTEN = Progress(
-    kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
+    kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; see its log"
 )
 _ON_THE_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING})
 _SETTLED = frozenset(
@@ -310,7 +310,7 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
-    """Whether this progress differs enough from what the waiting cell already counts down to be sent."""
+    """Return whether this progress differs enough from what the waiting cell already counts down to be sent."""
     if told is None:
         return True
     for name in ("expected_ms", "turn_ms"):

@@ -130,7 +130,7 @@ def salvage_counts(broker: Broker) -> dict[str, tuple[int, int]]:
 def view_of(broker: Broker, kernel: Kernel) -> LeaseView:
     view = broker.arbiter.lease(kernel.lease_id)
     if view is None:
-        raise NotFoundError("the lease is over", reason="unknown-lease")
+        raise NotFoundError("the lease has ended", reason="unknown-lease")
     return view
 
 
@@ -297,7 +297,7 @@ class StatusStream:
         self._changed = asyncio.Event()  # replaced with each edition
 
     async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
-        """Yield what the viewer may see, then each change, and None after `PULSE_S` without one.
+        """Yield the status that the viewer may see, then each change, and None after `PULSE_S` without a change.
 
         The last subscriber to leave ends the sampling.
         """

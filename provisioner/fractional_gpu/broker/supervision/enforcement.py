@@ -304,7 +304,7 @@ class GpuActivity:
                 await asyncio.sleep(_SHORTEST_S)
 
     async def is_quiet(self, kernel: Kernel) -> bool:
-        """Whether no device saw the lease work for `UNANSWERED_QUIET_S`; True without reports, False if one cannot be read."""
+        """Return whether no device saw the lease work for `UNANSWERED_QUIET_S`; True without reports, False if one cannot be read."""
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
             return False

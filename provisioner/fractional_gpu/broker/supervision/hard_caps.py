@@ -82,7 +82,7 @@ class HardCaps:
                 self._set[group.path, device_id] = limit.hard_mib
 
     def allows(self, kernel: Kernel) -> bool:
-        """Whether the kernel's limits allow everything that its group holds on its devices."""
+        """Return whether the kernel's limits allow everything that its group holds on its devices."""
         return self.why_not != "" or self._is_raised(kernel, self._wanted())
 
     def _is_raised(self, kernel: Kernel, wanted: Mapping[Key, int]) -> bool:
@@ -94,7 +94,7 @@ class HardCaps:
         return self._set.get((group.path, device_id)) if group is not None and group.is_leaf else None
 
     def caps(self, kernel: Kernel) -> bool:
-        """Whether the driver limits the kernel's control group now."""
+        """Return whether the driver limits the kernel's control group now."""
         return any(self._concerns(kernel, key) for key in self._set)
 
     async def apply(self, kernel: Kernel | None = None) -> str:

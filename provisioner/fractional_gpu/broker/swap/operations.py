@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once: this limits how often a failing driver is called
-_BROKEN = "the broker failed during it; its log says why"
+_BROKEN = "the broker failed during it; see its log"
 
 
 class Operations:

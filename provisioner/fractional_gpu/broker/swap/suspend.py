@@ -189,8 +189,8 @@ class Suspension:
     async def _close_gate(self, kernel: Kernel) -> Gate:
         """Have our extension keep cells out from now on. Raises StepError if a cell runs.
 
-        A gate that does not answer in time is no veto: once the devices' counters were quiet for a while, the kernel is treated as one
-        without our extension. Python that does not run (an extension module holds the GIL) looks idle by its messages.
+        If the gate does not answer in time, the kernel is treated as one without our extension once the devices' counters have been
+        quiet for a while. Python that does not run (an extension module holds the GIL) looks idle by its messages.
         """
         await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
         link = kernel.link
@@ -228,7 +228,7 @@ class Suspension:
             return Gate()
         word = await link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if link.mute else self._times.gate_s)
         if effect.between_cells and word and link.detail == CELL_RUNS:
-            raise StepError(SuspendOutcome.ABORTED, "a cell runs in another shell of the kernel")
+            raise StepError(SuspendOutcome.ABORTED, "a cell is running in another shell of the kernel")
         return Gate(shut=True, answers=bool(word))
 
     async def _comes_between_cells(self, kernel: Kernel) -> bool:

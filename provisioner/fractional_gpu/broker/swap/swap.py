@@ -64,7 +64,7 @@ class Swaps:
         self.suspend = self._suspension.suspend
 
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
-        """Set the callbacks for all kernels. `roots`: a kernel started by another has its own lease. `is_quiet`: default: always."""
+        """Set the callbacks for all kernels. `roots`: a kernel started by another has its own lease. `is_quiet` defaults to always."""
         self.inspector.roots = roots
         self._suspension.is_quiet = is_quiet
 

@@ -338,7 +338,7 @@ def check_nvidia(
         try:
             devices = tuple(monitor.devices())
         except GPUError as error:
-            return NvidiaReport((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` may say more"),))
+            return NvidiaReport((), (problem("driver", str(error), "check `nvidia-smi` and `dmesg`"),))
         if not devices:
             why = f"{NO_GPU}: {monitor.why_none}; kernels with a share of a real GPU do not start here"
             missing = bindings()
@@ -547,5 +547,5 @@ def _advice(code: GPUErrorCode | None) -> str:
             f"kernel.yama.ptrace_scope is {level}: 0 allows it for the same user"
         )
     if code is GPUErrorCode.WORKER_HUNG:
-        return "the driver did not respond: `nvidia-smi` and `dmesg` may say more; you may have to reboot"
+        return "the driver did not respond: check `nvidia-smi` and `dmesg`; you may have to reboot"
     return "until this works, kernels run but are not suspended; see the driver's release notes"

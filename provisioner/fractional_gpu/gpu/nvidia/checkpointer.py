@@ -280,7 +280,7 @@ def _check(pid: int) -> None:
 
 
 def _maps_driver(pid: int) -> bool:
-    """Whether a process maps the driver's library, without which it has no CUDA state; True if unreadable."""
+    """Return whether a process maps the driver's library, without which it has no CUDA state; True if unreadable."""
     return maps(pid, lambda path: path.rpartition("/")[2].startswith("libcuda.so"), unreadable=True)
 
 

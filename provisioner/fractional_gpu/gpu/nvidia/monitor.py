@@ -230,7 +230,7 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Whether the wall clock was set since the device's last reading. `known`: the value of `_steps` at that reading, by device."""
+        """Return whether the wall clock was set since the device's last reading. `known`: `_steps` at that reading, by device."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps

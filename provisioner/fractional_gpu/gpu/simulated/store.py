@@ -140,13 +140,13 @@ class Store:
         return bool(self.memory.stat().st_mode & stat.S_IWOTH)
 
     def may_tidy(self, entry: Path) -> bool:
-        """Whether this process may move or remove another process's folder. False if the folder is gone."""
+        """Return whether this process may move or remove another process's folder. False if the folder is gone."""
         with suppress(FileNotFoundError):
             return os.geteuid() in (0, entry.lstat().st_uid)
         return False
 
     def free_for_finalizer(self) -> bool:
-        """Whether this thread could start a transaction now (a finalizer may run inside one)."""
+        """Return whether this thread could start a transaction now (a finalizer may run inside one)."""
         return not self._mutex.locked()
 
     def devices(self) -> list[Device]:
