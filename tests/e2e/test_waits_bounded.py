@@ -23,7 +23,7 @@ ALLOCATE = (
 CHECK = "assert buffer.read(4 << 20) == b'x' * (4 << 20), 'the bytes differ'"
 WORK = "import pathlib\nwhile not pathlib.Path({end!r}).exists():\n    cuda.launch(0.02)"
 EXECV = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)'])"
-TURN_S = 1.0
+TURN_S = 0.5
 
 
 @contextmanager
