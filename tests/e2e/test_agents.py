@@ -3,18 +3,21 @@
 import json
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError
+from papermill import execute_notebook
 
 from fractional_gpu.jupyter.notebook_runs import wait_before_cells
 from fractional_gpu.protocol.messages import CLAIM, LeaseReply, LeaseRequest
 from fractional_gpu_kernel.display.lines import WAIT_TYPE
 from tests.support.managed import entered
-from tests.support.world import Server, World
+from tests.support.world import Server, World, until
 
 pytestmark = pytest.mark.promise("agents")
 
@@ -45,26 +48,54 @@ def test_a_waiting_cell_publishes_its_place_and_reason_for_programs(world: World
 def test_a_cells_timeout_does_not_count_the_wait_for_the_gpu_if_the_program_says_so(
     world: World, server: Server
 ) -> None:
+    with held(world, server) as (whole, release):
+        with pytest.raises(CellTimeoutError):
+            client_of(whole).execute()
+        patient = client_of(whole)
+        wait_before_cells(patient)
+        release.start()
+        patient.execute()
+    assert patient.nb.cells[0].outputs[0]["text"] == "on\n"
+
+
+def test_papermills_timeout_does_not_count_the_wait_with_our_engine(world: World, server: Server) -> None:
+    with held(world, server) as (whole, release):
+        path = world.notebooks / "story.ipynb"
+        path.write_text(nbformat.writes(notebook_of(whole)))  # type: ignore[no-untyped-call]
+        argv = {"execution_timeout": TIMEOUT_S, "progress_bar": False}
+        with pytest.raises(CellTimeoutError):
+            execute_notebook(path, None, **argv)
+        release.start()
+        done = execute_notebook(path, None, engine_name="fractional-gpu", **argv)
+    assert done.cells[0].outputs[0]["text"] == "on\n"
+
+
+@contextmanager
+def held(world: World, server: Server) -> Iterator[tuple[str, threading.Thread]]:
+    """Enter a world whose device another kernel holds; the thread releases it when a cell has waited for twice its timeout."""
     world.configure(POOL)
     (whole,) = world.install(1000)
     first, go = server.start(whole), world.state / "go"
     running = first.send(HOLD.format(path=str(go)))
     world.await_state(first.kernel_id, "resident")
+
+    def release() -> None:
+        until(lambda: any(one.position for one in world.status().leases), "a cell waits")
+        threading.Timer(2 * TIMEOUT_S, go.touch).start()
+
     with entered(world):
-        with pytest.raises(CellTimeoutError):
-            client_of(whole).execute()
-        patient = client_of(whole)
-        wait_before_cells(patient)
-        opener = threading.Timer(2 * TIMEOUT_S, go.touch)
-        opener.start()
-        patient.execute()
-    assert patient.nb.cells[0].outputs[0]["text"] == "on\n"
+        yield whole, threading.Thread(target=release)
     first.wait(running)
 
 
 def client_of(kernelspec: str) -> NotebookClient:
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print('on')")])  # type: ignore[no-untyped-call]
-    return NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name=kernelspec)
+    return NotebookClient(notebook_of(kernelspec), timeout=TIMEOUT_S, kernel_name=kernelspec)
+
+
+def notebook_of(kernelspec: str) -> Any:  # noqa: ANN401 - nbformat's
+    made: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print('on')")])  # type: ignore[no-untyped-call]
+    made.metadata.kernelspec = {"name": kernelspec, "display_name": kernelspec, "language": "python"}
+    return made
 
 
 def test_curl_waits_as_long_as_it_prefers_and_gets_one_answer(world: World) -> None:

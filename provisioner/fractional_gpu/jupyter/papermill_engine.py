@@ -1,0 +1,26 @@
+"""For papermill's `--engine fractional-gpu`: its execution timeout does not count the wait for the GPU. papermill imports it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from jupyter_client.manager import AsyncKernelManager
+from papermill.engines import NBClientEngine
+
+from fractional_gpu.jupyter.notebook_runs import wait_before_cells
+
+
+class FractionalGPUEngine(NBClientEngine):  # type: ignore[misc] # not installed with this project
+    @classmethod
+    def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> None:  # noqa: ANN401 - papermill's
+        waits = SimpleNamespace(km=None, on_cell_execute=kwargs.get("on_cell_execute"))
+        wait_before_cells(waits)
+
+        class Known(AsyncKernelManager):
+            """Known to the hook, which papermill calls without its client."""
+
+            def __init__(self, **options: Any) -> None:  # noqa: ANN401 - traits
+                super().__init__(**options)
+                waits.km = self
+
+        options = {**kwargs, "kernel_manager_class": Known, "on_cell_execute": waits.on_cell_execute}
+        super().execute_managed_notebook(nb_man, kernel_name, **options)
