@@ -65,8 +65,8 @@ class Agent:
 
 
 @contextmanager
-def mcp_world() -> Iterator[World]:
-    with new_world() as world:
+def mcp_world(simulate: str = "1x1GiB") -> Iterator[World]:
+    with new_world(simulate) as world:
         world.environment["PYTHONPATH"] += os.pathsep + _PACKAGES
         yield world
 
