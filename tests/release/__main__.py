@@ -1,6 +1,7 @@
 """`tests/run release`: everything that has to hold before a release, as one table. Ends with status 1 if anything does not.
 
 - The version is the same in the package, in JupyterLab's extension and at the head of the changelog.
+- The recipe for conda-forge needs what the package needs.
 - Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
 - The extension's prebuilt files match its sources, and name the licence of everything in them.
 - The documentation's site has no warning.
@@ -26,6 +27,8 @@ from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Final, NamedTuple
+
+import yaml
 
 from tests.support.paths import ROOT
 
@@ -68,6 +71,20 @@ def check_version() -> str:
     if heads[:1] != [version]:
         raise Failure(f"the package is {version}, and CHANGELOG.md begins with {heads[:1]}")
     return version
+
+
+def check_recipe() -> str:
+    """Return what conda-forge's recipe needs: the same as the package."""
+    recipe = yaml.safe_load((ROOT / "examples" / "conda" / "recipe.yaml").read_text())
+    if recipe["context"]["version"] != check_version():
+        raise Failure(
+            f"the package is {check_version()}, and examples/conda/recipe.yaml says {recipe['context']['version']}"
+        )
+    own = {one.replace(" ", "").replace("_", "-") for one in recipe["requirements"]["run"]}
+    needed = {one.replace("_", "-") for one in _PYPROJECT["project"]["dependencies"]}
+    if different := own - {"--linux", "python>=${{python-min}}"} ^ needed:
+        raise Failure(f"examples/conda/recipe.yaml and pyproject.toml differ in {', '.join(sorted(different))}")
+    return f"{len(needed)} packages"
 
 
 def check_pythons_of_the_metadata() -> str:
@@ -216,6 +233,7 @@ def _tried(check: str, make: Callable[[], str]) -> Result:
 def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
     """Make every check: the long ones, which wait for processes more than they compute, a few at once and the longest first."""
     yield _tried("version", check_version)
+    yield _tried("conda recipe", check_recipe)
     yield _tried("Pythons", check_pythons_of_the_metadata)
     built = _tried("wheel and sdist", lambda: check_builds(scratch / "dist"))
     yield built
