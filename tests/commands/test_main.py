@@ -148,7 +148,8 @@ def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert (
-        "unknown command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, lease, release" in said
+        "unknown command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, lease, release"
+        in said
     )
     with pytest.raises(SystemExit):
         main(["frobnicate"])
