@@ -21,7 +21,6 @@ child = "from tests.driver_double import device; device.allocate({mib} << 20); p
 taker = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 print(taker.stdout.read() if {waits} else taker.stdout.readline())
 """
-TAKES_TOO_MUCH = GREEDY.format(mib=900, waits=True)
 
 
 @contextmanager
@@ -57,9 +56,10 @@ def held_mib(mode: NvidiaMode, notebook: Notebook) -> int:
     return mode.world.lease(notebook.kernel_id).lease.reserved_mib
 
 
-def test_a_child_that_ignores_every_limit_cannot_exceed_its_seat_and_a_neighbour_comes_back(
+def test_a_child_that_ignores_every_limit_takes_no_more_than_its_seat_has_nor_a_neighbours_memory(
     mode: NvidiaMode, driver: Remote
 ) -> None:
+    """Whether its kernel is resident or suspended. A limit ends with the last kernel of its group."""
     with unit(mode) as (greedy_server, greedy), unit(mode) as (server, other):
         neighbour = mode.start(server)
         neighbour.must(fill(1))
@@ -69,21 +69,12 @@ def test_a_child_that_ignores_every_limit_cannot_exceed_its_seat_and_a_neighbour
         mode.world.await_state(neighbour.kernel_id, "suspended")
         until(lambda: limit(driver, mode, other) == 0, "what is suspended may hold nothing")
         until(lambda: limit(driver, mode, greedy) == held_mib(mode, notebook) < 900, "the limit is what it holds")
-        assert "CUDA_ERROR_OUT_OF_MEMORY" in notebook.must(TAKES_TOO_MUCH).text
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in neighbour.must("%%cpu\n" + GREEDY.format(mib=4, waits=True)).text
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in notebook.must(GREEDY.format(mib=900, waits=True)).text
         assert neighbour.must(CHECK).text == "intact\n"
         assert notebook.must(CHECK).text == "intact\n"
-
-
-def test_a_suspended_kernels_child_cannot_take_a_neighbours_memory(mode: NvidiaMode, driver: Remote) -> None:
-    with unit(mode) as (first_server, first), unit(mode) as (second_server, _):
-        suspended = mode.start(first_server)
-        suspended.must(fill(1))
-        neighbour = mode.start(second_server)
-        neighbour.must(fill(2))
-        mode.world.await_state(suspended.kernel_id, "suspended")
-        until(lambda: limit(driver, mode, first) == 0, "the limit follows the suspend")
-        assert "CUDA_ERROR_OUT_OF_MEMORY" in suspended.must("%%cpu\n" + GREEDY.format(mib=4, waits=True)).text
-        assert suspended.must(CHECK).text == "intact\n"
+        server.clear()
+        until(lambda: limit(driver, mode, other) is None, "the limit ends")
 
 
 def test_a_broker_that_was_killed_leaves_limits_that_the_next_one_raises(mode: NvidiaMode, driver: Remote) -> None:
@@ -98,15 +89,6 @@ def test_a_broker_that_was_killed_leaves_limits_that_the_next_one_raises(mode: N
         assert first.must(CHECK).text == "intact\n"
         assert second.must(CHECK).text == "intact\n"
         until(lambda: limit(driver, mode, group) == held_mib(mode, second), "the limit is what it holds")
-
-
-def test_a_limit_ends_with_the_last_kernel_of_its_group(mode: NvidiaMode, driver: Remote) -> None:
-    with unit(mode) as (server, group):
-        notebook = mode.start(server)
-        notebook.must(fill(1))
-        until(lambda: limit(driver, mode, group) == held_mib(mode, notebook), "the limit is what it holds")
-        server.clear()
-        until(lambda: limit(driver, mode, group) is None, "the limit ends")
 
 
 def test_without_the_drivers_limits_a_greedy_child_is_caught_by_the_sample() -> None:

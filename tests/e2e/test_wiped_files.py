@@ -235,12 +235,16 @@ def test_a_broker_that_stays_away_is_named(world: World) -> None:
     until(world.broker_pid, "the socket is back")
 
 
-@pytest.mark.parametrize("what", ["another's folder", "a folder open to all", "a link"])
-def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: str) -> None:
+def test_a_folder_that_another_made_meanwhile_is_not_used(world: World) -> None:
     world.start_broker()
-    broker = pid_of(world)
     with world.client() as client:
         client.create_lease(LeaseRequest(fraction_milli=250))  # otherwise it would end with its folder
+    for what in ("another's folder", "a folder open to all", "a link"):
+        another_makes_the_folder(world, what)
+
+
+def another_makes_the_folder(world: World, what: str) -> None:
+    broker = pid_of(world)
     # It checks the folder and then writes: stopped in between, it would write into the next folder.
     until(lambda: list(run(world).glob("*.leases*/*.json")), "the second record of the lease is there")
     stop(broker)
@@ -248,7 +252,7 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: st
     log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and still written to
     shutil.rmtree(place)
     elsewhere = world.folder / "theirs"
-    elsewhere.mkdir(mode=0o777)
+    elsewhere.mkdir(mode=0o777, exist_ok=True)
     os.chown(elsewhere, 65534, 65534)
     if what == "a link":
         place.symlink_to(elsewhere)
