@@ -70,7 +70,7 @@ def _spare_a_hub_the_clients_of_other_spawners() -> None:
 
 
 if not _JUPYTER.isdisjoint(_STARTED):
-    _begin_collecting_later(100_000)
+    _begin_collecting_later(300_000)
 
 if not {"jupyterhub.singleuser", "fractional_gpu_hub.service"}.isdisjoint(_STARTED):
     _spare_the_hubs_database()
