@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,11 @@ class Machine:
             raise CommandError(f"{real.parent} leads out of {self.root}: remove that link")
         if foreign := foreign_above(real):
             raise CommandError(f"{foreign[0]} belongs to user id {foreign[1]}, who could replace {real}")
+        for folder in filter(Path.exists, real.parents):
+            if folder.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                raise CommandError(
+                    f"every user can write to {folder} and could replace {real}: run `chmod o-w {folder}`"
+                )
 
     def read(self, path: Path) -> bytes | None:
         self.check_place(path)
