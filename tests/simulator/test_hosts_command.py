@@ -72,6 +72,16 @@ def test_all_that_may_take_long_says_how_far_it_is(
     assert re.search(r"(?m)^synthetic users: 3 of 3 user-days made up after \d+ s$", said)
 
 
+@pytest.mark.parametrize(
+    ("machine", "noted"), [("--devices=20x80GiB", True), ("--hosts=2x(20x80GiB)", True), ("--devices=16x80GiB", False)]
+)
+def test_a_host_with_more_gpus_than_any_real_one_is_pointed_out(
+    machine: str, *, noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--users", "1", "--json", machine, "--set", "several_gpus=0"]) == 0
+    assert ("note: 20 devices are in one host, more than any real host has" in capsys.readouterr().err) == noted
+
+
 # -- the page ------------------------------------------------------------------------------------------------------------------
 
 

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fractional_gpu import __version__
 from fractional_gpu.commands.simulation.machine import MOST_DEVICES, MachineOptions, check_pools, read_meter
-from fractional_gpu.commands.simulation.scenario import (
-    MOST_IN_A_HOST,
-    USUAL_P95_WAIT,
-    Scenario,
-    keys_help,
-    read_scenario,
-)
+from fractional_gpu.commands.simulation.scenario import USUAL_P95_WAIT, Scenario, keys_help, read_scenario
 from fractional_gpu.commands.simulation.scenario import configure as configure_scenario
 from fractional_gpu.commands.simulation.sessions import read_history, read_trace, recorded_waits
 from fractional_gpu.commands.simulation.tables import compared, compared_text, usage_figures, usage_table
@@ -41,6 +35,7 @@ from fractional_gpu.simulator.traces import Session, write_sessions
 if TYPE_CHECKING:
     from rich.text import Text
 
+_MOST_IN_A_HOST = 16  # GPUs; no host on the market has more
 _EXAMPLES = """\
 examples:
   jupyter gpu simulate --users 50 --devices 8x80GiB
@@ -101,11 +96,9 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
         file = Path(scenario.usage)
         _writing(file, lambda: write_usage(file, meter, hosts))
     _print(scenario, result, baselines, usage, as_json=options.json)
-    if not machine.several and result.devices > MOST_IN_A_HOST:
-        say(
-            f"note: all {result.devices} devices are in one host, more than any real host has; use --hosts to simulate several",
-            sys.stderr,
-        )
+    most = max(len(host.devices) for host in hosts)
+    if most > _MOST_IN_A_HOST:
+        say(f"note: {most} devices are in one host, more than any real host has; use more hosts (--hosts)", sys.stderr)
     return 0
 
 

@@ -37,7 +37,7 @@ class MachineOptions:
         self.shapes = [tuple(_devices("--devices", scenario.devices))]
         self.several = scenario.hosts is not None  # --hosts was given
         if scenario.hosts is not None:
-            self.shapes = _hosts(scenario.hosts, scenario.gpus_per_host)
+            self.shapes = _hosts(scenario.hosts)
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
         shapes = self.shapes
@@ -87,7 +87,7 @@ class MachineOptions:
         )
 
 
-def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
+def _hosts(text: str) -> list[tuple[int, ...]]:
     """Return each host's GPUs, in MiB, from `4x(8x80GiB),2x(4x40GiB)`; only one host from `?x(8x80GiB)`."""
     shapes: list[tuple[int, ...]] = []
     parts, at = text.strip(), 0
@@ -97,11 +97,6 @@ def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
         if match is None or parts[end : end + 1] not in ("", ",") or (match[1] == "?" and (shapes or end < len(parts))):
             break
         shape, count = tuple(_devices("--hosts", match[2])), 1 if match[1] == "?" else int(match[1])
-        if len(shape) > most:
-            raise UsageError(
-                f"--hosts {text[:60]!r} has {len(shape)} GPUs in a host, but at most {most} are allowed; use more hosts with fewer "
-                f"GPUs, or raise the limit with --set gpus_per_host={len(shape)}"
-            )
         if not 0 < count * len(shape) <= MOST_DEVICES - sum(map(len, shapes)):
             break
         shapes += [shape] * count

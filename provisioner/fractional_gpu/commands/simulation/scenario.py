@@ -21,7 +21,6 @@ from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
 
-MOST_IN_A_HOST: Final = 16  # GPUs; no host on the market has more
 _LONGEST_LUNCH_MS: Final = 4 * 3_600_000
 
 
@@ -83,7 +82,6 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     # the machine
     devices: Annotated[str, _help("the GPUs of one host")] = "8x80GiB"
     hosts: Annotated[str | None, _help("several hosts: '4x(8x80GiB),2x(4x40GiB)'; to search '?x(8x80GiB)'")] = None
-    gpus_per_host: Annotated[Count, _help("the most GPUs in one host of `hosts`")] = MOST_IN_A_HOST
     door: Annotated[DoorRule, _help("how a session gets a host when it opens: " + ", ".join(DoorRule))] = DoorRule.FIT
     policy: Annotated[str | None, _help("a broker's configuration file")] = None
     host_memory: Annotated[
