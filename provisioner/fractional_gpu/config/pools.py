@@ -144,7 +144,7 @@ class Pool(HasTraits):
     compute = Setting(
         values.choice(Compute), "spread", "pack", to="compute",
         help="Which device a kernel goes to if several have enough memory: 'spread': one whose busy kernels leave enough compute; "
-        "'pack': the one where it fragments free memory least, which also breaks ties of 'spread'. No kernel waits because of "
+        "'pack': the one where it fragments free memory the least, which also breaks ties of 'spread'. No kernel waits because of "
         "compute.",
     )
     slowdown_bound = Setting(
@@ -236,8 +236,8 @@ class Pool(HasTraits):
     )
     exclusive = Setting(
         values.boolean, False, True, to="exclusive",
-        help="Where the driver enforces memory limits: keep the pool's kernels, and all other processes in their control groups, off "
-        "devices that they hold nothing on. False: other programs of the same user or unit may use those.",
+        help="If the driver enforces memory limits: the pool's kernels, and all other processes in their control groups, cannot use "
+             "devices on which these kernels hold nothing. False: other programs of the same user or unit may use those devices.",
     )
     suspend_unseen = Setting(
         values.boolean, True, False, to="suspend_unseen",

@@ -161,7 +161,7 @@ class Settings(HasTraits):
     )
     revocation_deadline = Setting(
         values.duration(least_ms=1000), "30s", "2m",
-        help="If a notice gives no time, how long after it the host is expected to go away.",
+        help="How long after a notice the host is expected to go away, if the notice gives no time.",
     )
     cull_idle_after = Setting(
         values.or_word("never", values.duration(least_ms=1000)), "never", "7d",

@@ -217,7 +217,7 @@ class Agent:
         return True
 
     def _write(self, now: int) -> None:
-        """Read the record again, since the count depends on use, and write."""
+        """Read the record again, because the count depends on use, then write."""
         if not self._look(now) or (record := self._record) is None:
             self._pacing.failed(now)
             return

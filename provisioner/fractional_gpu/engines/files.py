@@ -76,7 +76,7 @@ exit 0
 _AGENT_UNIT = """\
 # /etc/systemd/system/jupyter-gpu-agent.service, on each node. Written by `jupyter gpu node install`.
 [Unit]
-Description=Gives Slurm the numbers of this node's GPU broker
+Description=Reports this node's GPU capacity to Slurm
 After=network-online.target jupyter-gpu.service
 Wants=network-online.target
 

@@ -17,7 +17,7 @@ _MOST = 10_000  # cached uids: one user may have 65,536
 
 
 class Accounts:
-    """`file` has the subordinate uids. For one thread, the broker's loop."""
+    """Maps uids to accounts. `file` has the subordinate uids. Not thread-safe: use it on the broker's loop."""
 
     def __init__(
         self, file: Path = Path("/etc/subuid"), unknown: int | None = None, now: Callable[[], float] = time.monotonic

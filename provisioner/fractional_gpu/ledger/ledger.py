@@ -108,13 +108,13 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""Maps what metered figures can be summed by to the column."""
+"""The names by which metered figures can be summed, and their columns."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
 METER: Final = "meter"
-"""The name of the meter's state among the kept texts."""
+"""The name under which the meter's state is saved."""
 _ADVISED_DAYS: Final = 60  # how much longer advice is kept than the days behind it
 _HOUR_MS = 3_600_000
 _LOCK = ".lock"

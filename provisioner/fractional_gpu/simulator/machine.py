@@ -27,7 +27,7 @@ class Running:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """The cells on one device. A cell fills `fill_percent` of the device whenever it uses the device at all."""
+    """The cells on one device. While a cell uses the device, it uses `fill_percent` of it."""
 
     slowdown: bool
     fill_percent: int = 100

@@ -135,7 +135,7 @@ class GpuWork:
 
 @dataclass(eq=False, kw_only=True)
 class Kernel:
-    """One lease's process, its connections, and what each part keeps about it: rebuilt from the ledger, /proc and the driver at startup."""
+    """One lease's process, its connections, and each part's data about it, rebuilt from the ledger, /proc and the driver at startup."""
 
     lease_id: str
     uid: int

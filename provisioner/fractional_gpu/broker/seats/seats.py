@@ -68,7 +68,7 @@ _MOST_WAITING = 2000
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A request in its pool's line, compared by identity. `seat` or `refused` is set when it leaves the line."""
+    """A request in its pool's queue, compared by identity. `seat` or `refused` is set when it leaves the queue."""
 
     request: SeatRequest
     group: str
@@ -288,9 +288,9 @@ class Seats:
         return stated
 
     def _serve(self, pool_name: str) -> PoolFull | None:
-        """Reserve seats for the requests in line that fit; return why the first remaining one does not.
+        """Reserve seats for the queued requests that fit; return why the first remaining one does not.
 
-        A served request leaves the line before the first await, so that no other waits for its ledger write. The first request also leaves
+        A served request leaves the queue before the first await, so that no other waits for its ledger write. The first request also leaves
         if a limit refuses it. A later one stays: it may be below its limit when its turn comes.
         """
         pool, hub = self._pool(pool_name)
@@ -524,7 +524,7 @@ class Seats:
 
 
 def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
-    """Return whether `other`, in line already, stays before a new request. Requests that an engine has admitted go first."""
+    """Return whether `other`, queued already, stays before a new request. Requests that an engine has admitted go first."""
     if waiter.request.admitted or other.request.admitted:
         return other.request.admitted
     return other.terms.priority >= waiter.terms.priority

@@ -90,7 +90,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return a sentence why the seat's kernels may not be saved when they idle, or ""."""
+        """Return a sentence about why the seat's kernels might not be suspended when idle, or ""."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)

@@ -1,4 +1,4 @@
-"""Caps that the driver enforces: each control group may hold on a device what its leases hold there.
+"""Caps that the driver enforces: each control group may use as much of a device as its leases hold there.
 
 A group is limited if it belongs to one seat's or user's processes alone (`own_group`). Its limit is raised before a lease of it may use a
 device or is restored there, and lowered after a suspend. It ends with the group's last lease.
