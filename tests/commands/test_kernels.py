@@ -90,7 +90,7 @@ def test_a_simulated_kernelspec_carries_its_devices(
 
 def test_a_bad_fraction_is_wrong_usage_and_installs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "install", "--fraction", "1/4", "3/2", "--prefix", str(tmp_path)]) == 2
-    assert "fraction '3/2' is out of range; allowed: more than 0 and at most 1" in capsys.readouterr().err
+    assert "fraction '3/2' is out of range; expected more than 0 and at most 1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -39,7 +39,7 @@ SHARE, PRICE, KWH = (
     "expected a number from 0 to 1000000",
     "a number from 0 to 100000, or",
 )
-TIME, SIZE = "allowed: a duration such as 30s, 5m, 2h or 0", "allowed: a positive size"
+TIME, SIZE = "expected a duration such as 30s, 5m, 2h or 0", "expected a positive size"
 FILE, DEVICES, ADDRESS = (
     "expected a size from 1MiB to 1TiB",
     "expected 'all', or a list",
@@ -93,8 +93,8 @@ BROKER: dict[str, Row] = {
     "cull_idle_after": (None, 604_800_000, ("soon", TIME), ("1ms", "from 1 s to 366 days or 'never'")),
     "cull_above": (100, 90, (0, "a whole number from 1 to 100"), ("90%", "a whole number from 1 to 100")),
     "cull_warning": (900_000, 3_600_000, ("soon", TIME)),
-    "yielders": ((), (SERVERS["ollama"], replace(SERVERS["comfyui"], port=8189)), (["llama"], "allowed: a list of 'ollama'"),
-        ("ollama", "allowed: a list of 'ollama'"), (["ollama=http://192.0.2.7:11434"], "with an http URL on 127.0.0.1")),
+    "yielders": ((), (SERVERS["ollama"], replace(SERVERS["comfyui"], port=8189)), (["llama"], "expected a list of 'ollama'"),
+        ("ollama", "expected a list of 'ollama'"), (["ollama=http://192.0.2.7:11434"], "with an http URL on 127.0.0.1")),
     "yield_for_everyone": OFF,
     "metrics_address": (None, ("127.0.0.1", 9464), ("9464", ADDRESS), ("localhost:9464", ADDRESS), ("127.0.0.1:0", ADDRESS),
         ("127.0.0.1:65536", ADDRESS), ("::1:9464", ADDRESS), ("[127.0.0.1]:9464", ADDRESS),

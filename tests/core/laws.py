@@ -361,7 +361,7 @@ class Laws:
         law(7, self._world.within_limits(seen), seen.lease_id, "has more than its user or group may hold")
 
     def count_passes(self, winner: Seen, places: tuple[str, ...], asked_last: int, mine: int) -> None:
-        """Law 4, recounted: which tickets waited longer, could have used this room, and were passed over. A moved lease passes none over."""
+        """Law 4, recounted: which tickets waited longer, could have used this room, and were passed over. A moved lease passes none."""
         world = self._world
         if winner.moves:
             return

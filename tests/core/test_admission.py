@@ -28,7 +28,7 @@ def test_a_request_is_admitted_without_a_process_and_without_memory() -> None:
         (spec("b", 600, milli=300), "fraction-not-offered", "offers 1/4, 1/2"),
         (spec("b", 1001), "larger-than-device", "1000 MiB"),
         (spec("b", 0), "bad-size", "0 MiB was requested"),
-        (spec("b", -5), "bad-size", "allowed: 1 to 1000"),
+        (spec("b", -5), "bad-size", "ask for 1 to 1000 thousandths"),
         (spec("a", 100), "duplicate-lease", "a new lease needs a new id"),
         (spec("b", 900), "pool-full", "promised 600 MiB of the 1.4 GiB"),
     ],

@@ -34,7 +34,7 @@ ODD = [
 
 @pytest.mark.parametrize("text", ODD)
 def test_what_is_not_a_fraction_is_refused_at_once_with_what_is_allowed(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a fraction; allowed: more than 0 and at most 1") as caught:
+    with pytest.raises(ValueError, match="is not a fraction; expected more than 0 and at most 1") as caught:
         parse_fraction_milli(text)
     assert repr(text[:64]) in str(caught.value)
 
@@ -42,7 +42,7 @@ def test_what_is_not_a_fraction_is_refused_at_once_with_what_is_allowed(text: st
 @pytest.mark.parametrize("value", [0, 1.5, 2, "0", "1.5", "3/2", "1001m", "0m", "0/5", 10**18])
 def test_a_fraction_out_of_range_is_refused_with_what_is_allowed(value: str | float) -> None:
     with pytest.raises(
-        ValueError, match=r'is out of range; allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"'
+        ValueError, match=r'is out of range; expected more than 0 and at most 1, such as 0.25, "1/4" or "250m"'
     ):
         parse_fraction_milli(value)
 
@@ -51,7 +51,7 @@ def test_a_fraction_out_of_range_is_refused_with_what_is_allowed(value: str | fl
     "value", [True, None, [1], float("nan"), float("inf"), 1e300, 10**5000, -(10**5000)], ids=repr_type
 )
 def test_what_is_no_text_or_number_of_ordinary_length_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"fraction .* is not a fraction; allowed"):
+    with pytest.raises(ValueError, match=r"fraction .* is not a fraction; expected"):
         parse_fraction_milli(value)  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def test_any_text_is_a_fraction_in_range_or_a_value_error(text: str) -> None:
     try:
         milli = parse_fraction_milli(text)
     except ValueError as error:
-        assert "allowed: more than 0 and at most 1" in str(error)  # noqa: PT017 - only if it is one
+        assert "expected more than 0 and at most 1" in str(error)  # noqa: PT017 - only if it is one
     else:
         assert 1 <= milli <= 1000
 
@@ -119,7 +119,7 @@ def test_any_size_or_duration_is_a_whole_number_or_a_value_error(value: object) 
         try:
             number = parse(value)  # type: ignore[arg-type]
         except ValueError as error:
-            assert "allowed: a" in str(error)  # noqa: PT017 - only if it is one
+            assert "expected a" in str(error)  # noqa: PT017 - only if it is one
         else:
             assert number >= 0
 
@@ -128,14 +128,14 @@ def test_any_size_or_duration_is_a_whole_number_or_a_value_error(value: object) 
     "value", [10**5000, -(10**5000), "9" * 65, "1e9999999GiB", "GiB", "0", "1KiB", -1, 1.5, True, None], ids=repr_type
 )
 def test_what_is_not_a_size_is_refused_at_once_with_what_is_allowed(value: object) -> None:
-    with pytest.raises(ValueError, match=r"memory .* is .*; allowed: a positive size such as 512MiB, 20GiB or 20GB"):
+    with pytest.raises(ValueError, match=r"memory .* is .*; expected a positive size such as 512MiB, 20GiB or 20GB"):
         parse_memory_mib(value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [10**5000, "1e99s", "5 minutes", "-1s", True, None, 1.5], ids=repr_type)
 def test_what_is_not_a_duration_is_refused_at_once_with_what_is_allowed(value: object) -> None:
     with pytest.raises(
-        ValueError, match=r"duration .* is not a duration; allowed: a duration such as 30s, 5m, 2h or 0"
+        ValueError, match=r"duration .* is not a duration; expected a duration such as 30s, 5m, 2h or 0"
     ):
         parse_duration_ms(value)  # type: ignore[arg-type]
 

@@ -49,7 +49,7 @@ def parse_yielders(value: object) -> tuple[ModelServer, ...]:
     servers = [_parse(str(one)) for one in value] if isinstance(value, (list, tuple)) else [None]
     if None in servers:
         raise ValueError(
-            f"allowed: a list of {', '.join(map(repr, SERVERS))}; if a server is not at its usual port, with an http URL on "
+            f"expected a list of {', '.join(map(repr, SERVERS))}; if a server is not at its usual port, with an http URL on "
             "127.0.0.1 or localhost, such as 'ollama=http://127.0.0.1:11500'"
         )
     return tuple(one for one in dict.fromkeys(servers) if one is not None)

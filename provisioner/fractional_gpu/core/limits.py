@@ -52,13 +52,13 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
         return Reason(
             "bad-size",
             f"{spec.devices} devices with a fraction of {format_fraction(max(1, spec.fraction_milli))} were requested; "
-            "allowed: 1 or more, and more than 1 only as whole devices (fraction 1)",
+            "ask for one device, or for several whole ones (fraction 1)",
         )
     if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1 or request_mib < 0:
         return Reason(
             "bad-size",
             f"a fraction of {spec.fraction_milli} thousandths with {spec.reserve_mib} MiB was requested; "
-            "allowed: 1 to 1000 thousandths, and 1 MiB or more",
+            "ask for 1 to 1000 thousandths, and 1 MiB or more",
         )
     return None
 

@@ -134,7 +134,7 @@ class OperationResults:
         """Take over a lease that a new broker found. Raises ValueError for a state not in `_FOUND`."""
         if event.state not in _FOUND:
             allowed = ", ".join(sorted(_FOUND))
-            raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; allowed: {allowed}")
+            raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; expected {allowed}")
         if event.spec.lease_id in self._books.leases:
             return
         changes, state = self._changes, event.state

@@ -26,38 +26,38 @@ def restore_margin_mib(saved_mib: int) -> int:
 
 def parse_memory_mib(text: str | int) -> int:
     """Return MiB, rounded down. A bare number is MiB. Raises ValueError with what is allowed."""
-    allowed = "allowed: a positive size such as 512MiB, 20GiB or 20GB"
+    expected = "expected a positive size such as 512MiB, 20GiB or 20GB"
     shown = _text(text)
     match = _MEMORY.fullmatch(shown) if shown is not None else None
     if match is None:
-        raise ValueError(f"memory {_shown(text)} is not a size; {allowed}")
+        raise ValueError(f"memory {_shown(text)} is not a size; {expected}")
     number, unit = Fraction(match[1]), (match[2] or "MiB").lower()
     mib = number * _MIB_PER[unit] if unit in _MIB_PER else number * _BYTES_PER[unit] / 2**20
     if int(mib) < 1:
-        raise ValueError(f"memory {_shown(text)} is less than 1 MiB; {allowed}")
+        raise ValueError(f"memory {_shown(text)} is less than 1 MiB; {expected}")
     return int(mib)
 
 
 def parse_duration_ms(text: str | int) -> int:
     """Return milliseconds. A bare number is seconds. Raises ValueError with what is allowed."""
-    allowed = "allowed: a duration such as 30s, 5m, 2h or 0"
+    expected = "expected a duration such as 30s, 5m, 2h or 0"
     shown = _text(text)
     match = _DURATION.fullmatch(shown) if shown is not None else None
     if match is None:
-        raise ValueError(f"duration {_shown(text)} is not a duration; {allowed}")
+        raise ValueError(f"duration {_shown(text)} is not a duration; {expected}")
     return int(Fraction(match[1]) * _MS_PER[(match[2] or "s").lower()])
 
 
 def parse_fraction_milli(value: str | float) -> int:
     """Return milli-GPU in 1..1000 from 0.25, "1/4", "0.25" or "250m". Raises ValueError with what is allowed."""
-    allowed = 'allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"'
+    expected = 'expected more than 0 and at most 1, such as 0.25, "1/4" or "250m"'
     text = _text(value, float)
     milli = _milli(text.strip()) if text is not None else None
     shown = _shown(value if text is None else text)
     if milli is None:
-        raise ValueError(f"fraction {shown} is not a fraction; {allowed}")
+        raise ValueError(f"fraction {shown} is not a fraction; {expected}")
     if not 0 < milli <= 1000:
-        raise ValueError(f"fraction {shown} is out of range; {allowed}")
+        raise ValueError(f"fraction {shown} is out of range; {expected}")
     return max(1, int(milli))
 
 

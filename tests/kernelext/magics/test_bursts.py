@@ -67,7 +67,7 @@ def test_what_cannot_be_had_fails_the_cell_before_it_runs(kernel: RunningKernel,
     broker.grant_at_once = True
     slips = {
         "": "%%gpu: the following arguments are required: FRACTION; usage: %%gpu [-h] [--memory SIZE] FRACTION",
-        "7": '%%gpu: fraction \'7\' is out of range; allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"',
+        "7": '%%gpu: fraction \'7\' is out of range; expected more than 0 and at most 1, such as 0.25, "1/4" or "250m"',
         "status": "%%gpu takes a share for one cell, such as %%gpu 1; for the command, write %gpu status",
     }
     for text, sentence in slips.items():
