@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
 
@@ -257,23 +258,10 @@ def test_a_process_that_ends_while_its_state_is_asked_is_gone(
 
 @pytest.mark.parametrize("phase", [*PHASES, "state"])
 def test_a_thread_is_refused(one: NvidiaCheckpointer, driver: FakeDriver, phase: str) -> None:
-    ids: list[int] = []
-    started, leave = threading.Event(), threading.Event()
-
-    def body() -> None:
-        ids.append(threading.get_native_id())
-        started.set()
-        leave.wait()
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    started.wait()
     act = one.state if phase == "state" else lambda tid: PHASES[phase][1](one, tid)
-    try:
-        fails(GPUErrorCode.WRONG_IDENTITY, f"is a thread of process {os.getpid()}", lambda: act(ids[0]))
-    finally:
-        leave.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as living:
+        tid = living.submit(threading.get_native_id).result()
+        fails(GPUErrorCode.WRONG_IDENTITY, f"is a thread of process {os.getpid()}", lambda: act(tid))
     assert [call.name for call in driver.calls] == ["cuInit"]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,23 +113,10 @@ def test_a_pidfd_tells_of_the_exit(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_thread_id_is_refused_with_the_process_it_belongs_to() -> None:
-    ids: list[int] = []
-    started, leave = threading.Event(), threading.Event()
-
-    def body() -> None:
-        ids.append(threading.get_native_id())
-        started.set()
-        leave.wait()
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    started.wait()
-    try:
-        with pytest.raises(ValueError, match=f"{ids[0]} is a thread of process {os.getpid()}"):
-            identify(ids[0])
-    finally:
-        leave.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as living:
+        tid = living.submit(threading.get_native_id).result()
+        with pytest.raises(ValueError, match=f"{tid} is a thread of process {os.getpid()}"):
+            identify(tid)
 
 
 @pytest.mark.parametrize("pid", [0, -1])
