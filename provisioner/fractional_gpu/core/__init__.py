@@ -1,1 +1,1 @@
-"""The arbiter: pure decisions, events in, effects out."""
+"""The arbiter takes events and returns effects. It does no I/O and has no clock."""

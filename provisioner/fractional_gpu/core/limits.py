@@ -1,11 +1,11 @@
-"""Whether a new lease can be admitted, and what one user or group may have.
+"""Decides whether a new lease is admitted, and how much one user or group may have.
 
-- **Admission** (`refusal`): a lease that can never be served, or exceeds a limit or the pool's promises, is refused at once. The refusal
-  says what is available and what to do.
-- **Limits of a user or group.** The number of leases and the sum of their fractions are checked at admission. The sum of the fractions on
-  devices at the same time makes a ticket wait (`over_limit`). Such a ticket neither blocks others nor counts as passed over; idle leases of
-  the same user (or group) leave for it.
-- **Priorities** and **pins**: a pin keeps an idle lease on its device, and is charged to its owner's daily budget. A claim is pinned as
+- **Admission** (`refusal`). A lease is refused at once if it can never be served, or if it exceeds a limit or the pool's oversubscription.
+  The refusal says what is available and what to do.
+- **Limits of a user or group.** The number of leases and the sum of their fractions are checked at admission. The sum of the fractions that
+  are on devices at the same time is checked later: a ticket that would exceed this limit waits (`over_limit`). Meanwhile it neither blocks
+  others nor counts as passed over. Idle leases of the same user or group are suspended for it.
+- **Priorities** and **pins.** A pin keeps an idle lease on its device, and is charged to its owner's daily budget. A claim is pinned for as
   long as it lasts.
 """
 
@@ -23,7 +23,7 @@ from fractional_gpu.core.suspend import may_leave, steps_aside
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 
 UNATTACHED_LIMIT = "unattached-limit"
-"""Refusal code: retry once the owner's other kernels have started."""
+"""The code of a refusal that can be retried once the owner's other kernels have started."""
 
 
 # -- admission ---------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
 
 
 def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the pool does not offer this size or has no devices for it, else None."""
+    """Return a refusal if the pool does not offer this size or has no devices for it. Otherwise return None."""
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
@@ -103,7 +103,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
 def share_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Return a refusal if a new lease, or one that replaces `instead_of`, exceeds a limit of its user, group or pool; else None."""
+    """Return a refusal if a new lease, which may replace `instead_of`, exceeds a limit of its user, group or pool; otherwise None."""
     by_limit = _limit_refusal(books, pool, spec, instead_of)
     return by_limit or _oversubscription_refusal(books, pool, spec, instead_of)
 
@@ -161,7 +161,7 @@ def _oversubscription_refusal(
 
 
 def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the owner has too many leases without a process in the pool, or too much memory promised to them."""
+    """Return a refusal if too many of the owner's leases in the pool have no process, or if too much memory is promised to them."""
     there = [lease.spec for lease in _without_process(books, pool) if lease.spec.owner == spec.owner]
     remedy = "wait until these kernels have started, or shut down those that do not start"
     if len(there) >= pool.unattached_leases:
@@ -184,14 +184,17 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
 
 
 def _guaranteed_mib(spec: LeaseSpec) -> int:
-    """Return the memory promised to a lease over all its devices, MiB: its request up to its cap, or its cap on several devices."""
+    """Return the memory guaranteed to a lease on all its devices together, in MiB.
+
+    This is its request, but at most its cap. A lease on several devices is guaranteed its whole cap.
+    """
     if spec.devices > 1 or spec.request_mib is None:
         return spec.reserve_mib * spec.devices
     return min(spec.request_mib, spec.reserve_mib)
 
 
 def pool_mib(books: Books, pool: PoolSpec) -> int:
-    """Return the total memory that the pool's devices can give to leases, MiB."""
+    """Return the total memory that the pool's devices can give to leases, in MiB."""
     return sum(books.devices[one].spec.leasable_mib for one in pool.devices if one in books.devices)
 
 
@@ -200,7 +203,7 @@ def _without_process(books: Books, pool: PoolSpec) -> list[Lease]:
 
 
 def _describe_absent(books: Books, leases: list[Lease]) -> str:
-    """Describe leases without a process, and when the last of them expires."""
+    """Describe leases without a process, and say when the last of them expires."""
     left_ms = max((lease.expires_ms or 0) - books.now_ms for lease in leases)
     who, has = ("a kernel", "has") if len(leases) == 1 else (f"{len(leases)} kernels", "have")
     return f"{who} that {has} not started or {has} ended (counted for {format_duration(max(1000, left_ms))} at most)"
@@ -208,7 +211,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
 def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield ("user" or "group", account, limits) for each set of limits that applies to a lease."""
+    """Yield "user" or "group", the account and the limits, for each set of limits that applies to a lease."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -216,7 +219,7 @@ def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple
 
 
 def added_milli(books: Books, lease: Lease) -> int:
-    """Return how much serving the lease's ticket adds to its user's use of devices, milli-GPU; 0 if no limit applies."""
+    """Return how much its user's use of devices grows if the lease's ticket is served, in milli-GPU. Return 0 if no limit applies."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     limits = _limits_for(books, books.policy(lease), lease.spec)
     if all(limit.resident_milli is None for _, _, limit in limits):
@@ -225,7 +228,7 @@ def added_milli(books: Books, lease: Lease) -> int:
 
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Return why a limit makes a lease that would add `milli` wait, or None."""
+    """Return why a limit makes a lease wait that would add `milli` to the use of devices, or None if no limit does."""
     for who, account, _, most in _exceeded_limits(books, lease, milli):
         return Reason(
             f"wait.{who}-limit",
@@ -237,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return ("user" or "group", account, excess, limit) for each limit that `milli` more on devices would exceed."""
+    """Return "user" or "group", the account, the excess and the limit, for each limit that `milli` more on devices would exceed."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)
@@ -246,7 +249,7 @@ def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, 
 
 
 def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user (or group) to suspend so that the lease is within its limits; None if too few."""
+    """Return idle leases of the same user or group to suspend so that the lease is within its limits, or None if too few are idle."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _exceeded_limits(books, lease, milli):
         leaving = [
@@ -269,7 +272,7 @@ def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease,
 
 # -- priorities and pins -----------------------------------------------------------------------------------------------
 def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> None:
-    """Change the lease's priority for now, or restore its own if `priority` is None."""
+    """Change the lease's priority until further notice, or restore its own priority if `priority` is None."""
     own = lease.spec.priority if lease.spec.own_priority is None else lease.spec.own_priority
     wanted = own if priority is None else priority
     spec = replace(lease.spec, priority=wanted, own_priority=None if wanted == own else own)
@@ -281,7 +284,7 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
 
 
 def pin(changes: Changes, lease: Lease, duration_ms: int) -> None:
-    """Pin the lease from now on, or decline. A new pin replaces an earlier one."""
+    """Pin the lease from now on, or decline the request. A new pin replaces an earlier one."""
     refused = REVOKED if lease.revoked else _pin_refusal(changes, lease, duration_ms)
     if refused is not None:
         changes.decline(lease, refused.code, refused.sentence, about="pin")
@@ -302,7 +305,10 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
 def _length_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, duration_ms: int, returned_ms: int = 0
 ) -> Reason | None:
-    """Return why a pin or claim of this length is refused, or None. `returned_ms`: what the pin it replaces returns to the budget."""
+    """Return why a pin or claim of this length is refused, or None if it is not.
+
+    `returned_ms` is the unused time of the pin that it replaces, which goes back to the budget.
+    """
     what, key, most_ms = (
         ("claim", "longest_claim", pool.longest_claim_ms) if spec.claim_ms else ("pin", "max_pin", pool.max_pin_ms)
     )
@@ -333,7 +339,7 @@ def _length_refusal(
 
 
 def unpin(changes: Changes, lease: Lease, by: str) -> None:
-    """End the pin on request. Answers even if there is none."""
+    """End the pin on request. The request is answered even if there is no pin."""
     if lease.pinned_until_ms:
         end_pin(changes, lease, f"its pin ended because of {by}")
     else:

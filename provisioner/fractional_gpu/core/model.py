@@ -1,6 +1,7 @@
-"""The data types of the arbiter. Integers only: memory in MiB, fractions in milli-GPU, time in milliseconds.
+"""The data types of the arbiter.
 
-They have no behaviour: `arbiter` decides, and `transitions` defines the legal state changes.
+All values are integers: memory in MiB, fractions in milli-GPU and time in milliseconds. The types have no behaviour. `arbiter` makes the
+decisions, and `transitions` defines the legal state changes.
 """
 
 from dataclasses import dataclass, field
@@ -21,11 +22,11 @@ class LeaseState(StrEnum):
 
 
 HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
-"""States with a reservation that counts against the device (a quarantined lease may have none)."""
+"""The states in which a lease holds a reservation on its device. A quarantined lease may hold none."""
 
 
 FOUND_FAILED = "found.failed"
-"""Reason code of a quarantined lease whose process the driver reports as failed: its kernel must be restarted."""
+"""Reason code of a quarantined lease if the driver reports that its process has failed. Its kernel must be restarted."""
 
 
 class ReserveBy(StrEnum):
@@ -98,7 +99,7 @@ class Strangers(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A forecast in milliseconds: the expected value, and the bounds of an 80 % interval."""
+    """A forecast in milliseconds. It has an expected value and the bounds of an 80 % interval."""
 
     expected_ms: int
     low_ms: int
@@ -107,7 +108,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a user or group in a pool; None: unlimited. Over the first two, new leases are refused; over the last, they wait."""
+    """The limits of a user or group in a pool. None means unlimited.
+
+    A lease that would exceed `leases` or `milli` is refused. A lease that would exceed `resident_milli` waits.
+    """
 
     leases: int | None = None
     milli: int | None = None  # of all leases together, milli-GPU
@@ -116,19 +120,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A device: its total memory, of which `overhead_mib` (driver, margin) cannot be leased."""
+    """A device and its total memory. `overhead_mib` of that memory is kept for the driver and a margin, and cannot be leased."""
 
     device_id: str  # UUID
     name: str
     memory_mib: int
     overhead_mib: int = 0
-    why_not: str = ""  # why nothing on it can be checkpointed, a sentence; empty: can be
-    # Why state saved from it can only resume there, a sentence; empty: also on other devices of this name
+    why_not: str = ""  # a sentence that explains why nothing on the device can be checkpointed; empty if it can
+    # A sentence that explains why state saved from the device can only resume there; empty if other devices of this name will do
     why_no_move: str = ""
 
     @property
     def leasable_mib(self) -> int:
-        """Memory that can be leased, MiB."""
+        """The memory that can be leased, in MiB."""
         return max(0, self.memory_mib - self.overhead_mib)
 
 
@@ -195,7 +199,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSpec:
-    """A kernel's request. `reserve_mib` is its cap (limit): all the memory that its process tree may use on each of its devices."""
+    """A kernel's request. `reserve_mib` is its cap (limit), the memory that its process tree may use on each of its devices."""
 
     lease_id: str
     pool: str
@@ -217,11 +221,11 @@ class LeaseSpec:
     # Its priority while its budget lasts; None: the same as `priority`
     own_priority: int | None = None
     uid: int | None = None  # the system user that runs it; may differ from the owner; None: a seat's
-    # A claim: it has no process and is not gated, is never suspended, and ends so long after its grant, with its pin; 0: not a claim
+    # If not 0, the lease is a claim. It has no process and no gate, is never suspended, and ends with its pin this long after its grant
     claim_ms: int = 0
 
     def is_same_user(self, other: "LeaseSpec") -> bool:
-        """Whether both belong to the same user, who may see both names. An owner can have several users."""
+        """Return whether both leases belong to the same user, who may see the names of both. An owner can have several users."""
         return (self.owner, self.uid) == (other.owner, other.uid)
 
 
@@ -248,7 +252,7 @@ class LeaseView:
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
     pinned_until_ms: int = 0  # not suspended for others or for being idle before this
     resume: Span | None = None  # how long its resume will take, if it is suspended
-    # Why it cannot be suspended while it is resident, a sentence; empty: it can
+    # A sentence that explains why it cannot be suspended while it is resident; empty if it can
     unsuspendable_reason: str = ""
     gate_closed: bool = False  # its gate is closed for an older ticket: its next cell must ask before it runs
     at_gate: bool = False  # its next cell waits at the gate
@@ -257,16 +261,16 @@ class LeaseView:
     ends_ms: int | None = None  # when a revoked lease's processes are ended
     demand_milli: int = 0  # learnt: how much of each device it uses while busy, thousandths
     expected_until_ms: int = 0  # its next cell is expected before this; 0: no cell expected
-    expected_by: str = ""  # the sign of it (`Sign`)
+    expected_by: str = ""  # the sign that announced the cell (`Sign`)
     expected_milli: int = 0  # how likely that cell is, thousandths
     came_early: bool = False  # it was resumed for an expected cell, and none has run yet
     deadline_ms: int | None = None  # when its first device goes away, if in the future
-    lost_because: str = ""  # why it cannot be saved before then, a sentence; empty: it will be
+    lost_because: str = ""  # a sentence that explains why it cannot be saved before the deadline; empty if it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """How long a lease's cell takes, thousandths of its time alone on the device."""
+    """How long a lease's cell takes, in thousandths of the time that it takes alone on the device."""
 
     milli: int = 1000
     low_milli: int = 1000  # the bounds of an 80 % interval
@@ -275,13 +279,13 @@ class Slowdown:
 
     @property
     def sentence(self) -> str:
-        """`brief` with its subject."""
+        """The slowdown as a sentence, or an empty string if `brief` is empty."""
         return f"its cell {self.brief}" if self.brief else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A read-only view of one device. `over_committed`: reservations and strangers exceed what can be leased."""
+    """A read-only view of one device. `over_committed` is true if reservations and strangers exceed the memory that can be leased."""
 
     device_id: str
     name: str
@@ -293,15 +297,15 @@ class DeviceView:
     over_committed: bool
     lost: bool
     draining: bool = False  # admits no lease; its leases leave as soon as they can
-    why_not: str = ""  # why leases on it cannot be suspended, a sentence
-    why_no_move: str = ""  # why state saved from it can only resume there, a sentence
+    why_not: str = ""  # a sentence that explains why leases on it cannot be suspended
+    why_no_move: str = ""  # a sentence that explains why state saved from it can only resume there
     demand_milli: int = 0  # total demand of its busy leases, thousandths of the device
     deadline_ms: int | None = None  # when it goes away, while it is drained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueDelay:
-    """How long a pool's tickets have waited. `over_bound` counts those that waited longer than the pool's turns explain."""
+    """How long a pool's tickets have waited. `over_bound` counts the tickets that have waited longer than others' turns explain."""
 
     longest_ms: int = 0  # the longest wait
     over_bound: int = 0
@@ -309,7 +313,7 @@ class QueueDelay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketView:
-    """A place in the queue. `position` starts at 1 in each pool; None: the lease has its room and is being resumed."""
+    """A place in the queue. `position` starts at 1 in each pool, and is None if the lease has its room and is being resumed."""
 
     lease_id: str
     position: int | None

@@ -1,11 +1,12 @@
-"""The devices on which a lease may be placed, and which of them is best.
+"""Finds the devices on which a lease may be placed, and the best of them.
 
-**Allowed devices** (`allowed_devices`): its pool's devices; for saved state its home, plus devices like it if the pool moves leases.
+**Allowed devices** (`allowed_devices`). A lease may go to the devices of its pool. Saved state may go to the device where it was saved, its
+home, and to devices of the same kind if the pool moves leases.
 
-**Compute.** A busy lease needs part of a device (its demand, which is learnt). Busy leases that together need more than the whole device
-slow each other down (`time_slicing`). A pool that spreads prefers devices where the sum of demands, including the newcomer's, stays within
-its bound (`slowdown_bound_milli`), emptiest first; beyond the bound, least excess first. No ticket waits for compute: it only ranks
-devices that have the memory, or will have it.
+**Compute.** A busy lease needs part of a device, its demand, which the arbiter learns. Busy leases that together need more than the whole
+device slow each other down (`time_slicing`). A pool that spreads leases prefers devices where the sum of the demands, including the
+newcomer's, stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest, and if there are none, the device with the
+least excess. No ticket waits for compute. Compute only ranks the devices that have enough memory, or will have it.
 
 **Memory.** Among devices that are equal in compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
 """
@@ -21,7 +22,7 @@ from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 
 
 def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which the lease's ticket can be served. A lease that waits to grow stays on its own."""
+    """Return the devices on which the lease's ticket can be served. A lease that waits to grow stays on its own devices."""
     if not lease.is_growing:
         return eligible_devices(books, books.policy(lease), lease)
     there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
@@ -30,11 +31,11 @@ def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
 
 
 def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
-    """Return the devices the lease may go to now.
+    """Return the devices that the lease may go to now.
 
-    Saved state goes back to its home, even if that has left the pool. If the pool moves leases and has enough devices of the same kind,
-    those follow its home. State from devices of several kinds only goes home. Devices that are lost or draining admit no lease, and a lease
-    only goes where its spec allows it, even home.
+    Saved state can go back to its home, even if that device has left the pool. If the pool moves leases and has enough devices of the same
+    kind, these follow the home in the result. State from devices of several kinds can only go home. Devices that are lost or draining admit
+    no lease, and no lease goes to a device that its spec does not allow, not even to its home.
     """
     allowed = allowed_of(pool, lease.spec)
     if lease.state is not LeaseState.SUSPENDED:
@@ -42,7 +43,7 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
         return tuple(one for one in allowed if _admits(books, one) and (not bound or one in bound))
     homes = tuple(device_id for device_id in lease.home_ids if device_id in books.devices)
     if not homes or len(homes) < len(lease.home_ids):
-        return ()  # one of its old devices is unknown here, and a restore elsewhere could kill the process
+        return ()  # one of its old devices is unknown here, and a restore on another device could kill the process
     kinds = {books.devices[device_id].spec.name for device_id in homes}
     moves = pool.may_move and len(kinds) == 1 and not any(books.devices[home].spec.why_no_move for home in homes)
     like = tuple(
@@ -87,9 +88,9 @@ def _admits(books: Books, device_id: str) -> bool:
 # -- compute -----------------------------------------------------------------------------------------------------------
 
 FULL = 1 << 20
-"""A `fullness` from here up is beyond the bound."""
-_STEP_MILLI = 100  # within the bound, devices that differ by less are equal ...
-_EXCESS_STEP_MILLI = 250  # ... and beyond it
+"""The least `fullness` that is beyond the bound."""
+_STEP_MILLI = 100  # devices within the bound are equal if they differ by less than this
+_EXCESS_STEP_MILLI = 250  # the same for devices beyond the bound
 
 
 def spreads(books: Books, lease: Lease) -> bool:
@@ -98,14 +99,14 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how many thousandths of a device neighbours may need within the bound of the newcomer's pool."""
+    """Return how much of a device the newcomer's neighbours may need within its pool's bound, in thousandths."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
-    """Return how full of busy leases the device would be for a newcomer, in coarse steps; from `FULL` up, it is beyond the bound.
+    """Return how full of busy leases the device would be for a newcomer, in coarse steps. Values from `FULL` up are beyond the bound.
 
-    `room_milli`: how much the neighbours may need. Leases in `leaving` do not count.
+    `room_milli` is how much of the device the neighbours may need. Leases in `leaving` do not count.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -117,14 +118,14 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
 
 def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the least full places (id, any value), in the given order. `places` must not be empty."""
+    """Return the places on the least full devices, in the given order. `places` must not be empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
     return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
-    """Return how far beyond the bound the device would be, in coarse steps; 0 if within it or if the pool does not spread."""
+    """Return how far beyond the bound the device would be, in coarse steps, or 0 if it is within the bound or the pool does not spread."""
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
@@ -135,26 +136,27 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how long a cell that needs `want_milli` of a device takes next to other busy leases, in thousandths of alone."""
+    """Return how long a cell that needs `want_milli` takes next to other busy leases, in thousandths of the time that it takes alone."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[str, int]
-"""A device id, and the memory that is free there, MiB."""
+"""A device id, and the free memory of the device in MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """Ranks devices for a lease that needs `need_mib` on each, by how little it would fragment their free memory.
 
-    Free memory that no lease can use is as good as gone: 30 GiB can serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The
-    fragmentation caused on a device is what it could give to its pool's asks before (`forecasts.sizes`) minus what it can give after.
-    Least fragmentation comes first, then least memory left, then the given order. Until a lease has asked, that is plain best fit.
+    Free memory that no lease can use is wasted: 30 GiB can serve one request for 20 GiB or three for 10 GiB, but none for 40 GiB. The
+    fragmentation that a lease causes is the memory that the device could give to its pool's usual requests (`forecasts.asks`) before,
+    minus the memory that it can give to them afterwards. The device with the least fragmentation comes first, then the one with the least
+    memory left, then the first in the given order. In a pool without any request so far, this is plain best fit.
 
-    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and
-    with learnt asks.
+    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), here with memory instead of GPU shares
+    and with learnt requests.
     """
 
     mix: RequestedSizes
@@ -163,13 +165,13 @@ class DeviceChoice:
     kind_of: Callable[[str], str]  # by device; a lease on several devices has all of one kind
 
     def best(self, fitting: Sequence[Place]) -> str | None:
-        """Return the best device. `fitting`: those on which the lease fits; None if it is empty."""
+        """Return the best of the devices in `fitting`, on which the lease fits, or None if there are none."""
         if len(fitting) < 2:
             return fitting[0][0] if fitting else None
         return min(fitting, key=self.rank)[0]
 
     def best_set(self, fitting: Iterable[Place], count: int) -> tuple[str, ...] | None:
-        """Return the best `count` devices of one kind, or None if no kind has that many. `fitting` as for `best`."""
+        """Return the best `count` devices of one kind among those on which the lease fits, or None if no kind has that many."""
         by_kind: dict[str, list[Place]] = {}
         for place in fitting:
             by_kind.setdefault(self.kind_of(place[0]), []).append(place)
@@ -180,11 +182,14 @@ class DeviceChoice:
         return tuple(device_id for device_id, _ in best) if best is not None else None
 
     def rank(self, place: Place) -> tuple[int, int]:
-        """Sort key, best device first."""
+        """Return a sort key that puts the best device first."""
         return self.fragmentation((place,)), place[1]
 
     def fragmentation(self, places: Sequence[Place]) -> int:
-        """Return the memory that becomes unusable if the lease gets these devices, MiB times asks. They must be of one kind and fit it."""
+        """Return the memory that becomes unusable if the lease gets these devices, in MiB times requests.
+
+        The devices must be of one kind, and the lease must fit on each of them.
+        """
         mix, need_mib = self.mix, self.need_mib
         fragmentation = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
         for mib, devices, weight in mix.several:
@@ -198,5 +203,5 @@ class DeviceChoice:
 
 
 def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Sequence[Place]) -> DeviceChoice:
-    """Return the ranking of devices for a lease, from its pool's asks. `everywhere`: all devices that it may go to."""
+    """Return the ranking of devices for a lease, based on the requests in its pool. `everywhere` has all devices that it may go to."""
     return DeviceChoice(books.forecasts.asks(lease.spec.pool), need_mib, everywhere, books.kind_of)

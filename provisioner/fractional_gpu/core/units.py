@@ -20,12 +20,18 @@ _LARGEST = 10**18  # larger integers are no sizes or durations, and Python may r
 
 
 def restore_margin_mib(saved_mib: int) -> int:
-    """Return the MiB to keep free in addition to restored state: a restore without room is fatal. Not measured on hardware."""
+    """Return the memory to keep free in addition to restored state, in MiB, because a restore without room is fatal.
+
+    The margin has not been measured on hardware.
+    """
     return max(_LEAST_MARGIN_MIB, saved_mib // _MARGIN_PARTS)
 
 
 def parse_memory_mib(text: str | int) -> int:
-    """Return MiB, rounded down. A bare number is MiB. Raises ValueError with what is allowed."""
+    """Return the size in MiB, rounded down. A number without a unit is in MiB.
+
+    Raise ValueError for anything else, with a message that says what is allowed.
+    """
     expected = "expected a positive size such as 512MiB, 20GiB or 20GB"
     shown = _text(text)
     match = _MEMORY.fullmatch(shown) if shown is not None else None
@@ -39,7 +45,10 @@ def parse_memory_mib(text: str | int) -> int:
 
 
 def parse_duration_ms(text: str | int) -> int:
-    """Return milliseconds. A bare number is seconds. Raises ValueError with what is allowed."""
+    """Return the duration in milliseconds. A number without a unit is in seconds.
+
+    Raise ValueError for anything else, with a message that says what is allowed.
+    """
     expected = "expected a duration such as 30s, 5m, 2h or 0"
     shown = _text(text)
     match = _DURATION.fullmatch(shown) if shown is not None else None
@@ -49,7 +58,10 @@ def parse_duration_ms(text: str | int) -> int:
 
 
 def parse_fraction_milli(value: str | float) -> int:
-    """Return milli-GPU in 1..1000 from 0.25, "1/4", "0.25" or "250m". Raises ValueError with what is allowed."""
+    """Return the fraction in milli-GPU, from 1 to 1000. It can be written as 0.25, "1/4", "0.25" or "250m".
+
+    Raise ValueError for anything else, with a message that says what is allowed.
+    """
     expected = 'expected more than 0 and at most 1, such as 0.25, "1/4" or "250m"'
     text = _text(value, float)
     milli = _milli(text.strip()) if text is not None else None
@@ -81,7 +93,7 @@ def _text(value: object, *also: type) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """Return the value for an error message, cut to a line."""
+    """Return the value for an error message, shortened to fit on a line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         return f"of more than {_LARGEST}"
     return repr(value[:_LONGEST]) if isinstance(value, str) else repr(value)[:_LONGEST]
@@ -106,7 +118,7 @@ def format_duration(ms: int) -> str:
 
 
 def format_rough(ms: int) -> str:
-    """Return a duration in coarse steps: forecasts are inexact, and a countdown should change rarely."""
+    """Return the duration in coarse steps, because forecasts are inexact and a countdown should change rarely."""
     seconds = max(0, ms) / 1000
     if seconds < 1:
         return f"{_UNDER} 1 s"
@@ -122,9 +134,9 @@ def format_rough(ms: int) -> str:
 
 
 def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *, more: bool = False) -> str:
-    """Return a forecast with its 80 % interval: `about 8 s (5 to 9)`, `about 40 s (10 s to 2 min)`.
+    """Return a forecast with its 80 % interval, such as `about 8 s (5 to 9)` or `about 40 s (10 s to 2 min)`.
 
-    With `more`: `about 8 s more (5 to 9)`, for something in progress. All forecasts of durations are shown this way.
+    Set `more` for something in progress, to get `about 8 s more (5 to 9)`. All forecasts of durations are shown this way.
     """
     about = format_rough(expected_ms)
     text = (about if about.startswith(_UNDER) else f"about {about}") + (" more" if more else "")
@@ -141,7 +153,7 @@ def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *
 
 
 def format_fraction(milli: int) -> str:
-    """Return `1/4` or `1/16` for a common fraction (rounded down to thousandths), `1` for a whole GPU, else `0.23`."""
+    """Return `1` for a whole GPU, a fraction such as `1/4` or `1/16` if one matches, and otherwise a decimal such as `0.23`."""
     for parts in _COMMON_PARTS:
         count = -(-milli * parts // 1000)
         if count * 1000 // parts == milli:
@@ -150,7 +162,7 @@ def format_fraction(milli: int) -> str:
 
 
 def format_gpus(milli: int) -> str:
-    """Return `1/4 GPU` or `1.5 GPUs`; sums of fractions may exceed one GPU."""
+    """Return `1/4 GPU` or `1.5 GPUs`. A sum of fractions may exceed one GPU."""
     return f"{format_fraction(milli)} GPU" if milli <= 1000 else f"{milli / 1000:g} GPUs"
 
 
