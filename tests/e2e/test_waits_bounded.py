@@ -23,7 +23,8 @@ ALLOCATE = (
 CHECK = "assert buffer.read(4 << 20) == b'x' * (4 << 20), 'the bytes differ'"
 WORK = "import pathlib\nwhile not pathlib.Path({end!r}).exists():\n    cuda.launch(0.02)"
 EXECV = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)'])"
-TURN_S = 0.5
+TURN_S = 1.0
+SHORT_TURN_S = 0.5  # while it lasts, cells without a pause keep a processor busy
 
 
 @contextmanager
@@ -58,15 +59,16 @@ def one_cell(notebook: Notebook, end: Path) -> Iterator[None]:
 
 
 def wait_of(notebook: Notebook, world: World, neighbour: Notebook, kind: str) -> None:
-    begun_s = time.monotonic()
+    before, begun_s = world.lease(neighbour.kernel_id), time.monotonic()
     notebook.must(ALLOCATE)
     waited_s = time.monotonic() - begun_s
-    print(f"beside {kind}: waited {waited_s:.2f} s (a turn is {TURN_S:g} s)")  # noqa: T201 - the figure is printed on purpose
-    assert world.lease(neighbour.kernel_id).state != "resident"
+    print(f"beside {kind}: waited {waited_s:.2f} s")  # noqa: T201 - the figure is printed on purpose
+    after = world.lease(neighbour.kernel_id)  # on a slow machine it may have had its next turn since
+    assert after.state != "resident" or after.suspends > before.suspends
 
 
-def _configure(world: World, preempt: str, more: str = "") -> None:
-    policy = {"min_residency": f"{TURN_S:g}s", "min_residency_swaps": 1} | ({"preempt": preempt} if preempt else {})
+def _configure(world: World, preempt: str, more: str = "", turn_s: float = TURN_S) -> None:
+    policy = {"min_residency": f"{turn_s:g}s", "min_residency_swaps": 1} | ({"preempt": preempt} if preempt else {})
     world.configure(f"c.GPUBroker.pools = {{'default': {policy!r}}}\n{more}")
 
 
@@ -78,8 +80,8 @@ def small_cells(world: World, first: Notebook, second: Notebook, pause_s: float)
     second.must(CHECK)
 
 
-def two_kernels(world: World, server: Server) -> tuple[Notebook, Notebook]:
-    _configure(world, "")
+def two_kernels(world: World, server: Server, turn_s: float = TURN_S) -> tuple[Notebook, Notebook]:
+    _configure(world, "", turn_s=turn_s)
     (name,) = world.install(1000)
     return server.start(name), server.start(name)
 
@@ -87,7 +89,7 @@ def two_kernels(world: World, server: Server) -> tuple[Notebook, Notebook]:
 def test_small_cells_one_that_never_ends_and_another_program_make_room_after_their_turn(
     world: World, server: Server
 ) -> None:
-    first, second = two_kernels(world, server)
+    first, second = two_kernels(world, server, SHORT_TURN_S)
     first.must(ALLOCATE)
     small_cells(world, first, second, pause_s=0.0)
     first.must(CHECK)
