@@ -18,7 +18,7 @@ from fractional_gpu.protocol.errors import ConflictError
 
 log = logging.getLogger(__name__)
 
-_PERIOD_S = 1.0
+_LONGEST_PERIOD_S = 30.0
 
 End = Callable[[Kernel, str], Awaitable[None]]
 
@@ -63,12 +63,16 @@ class Culler:
         self._warned_ms: dict[str, int] = {}  # by lease
 
     async def run(self) -> None:
+        period_s = min(_LONGEST_PERIOD_S, max(1.0, self._rule.warning_ms / 4_000))
         while True:
-            await self.look()
-            await asyncio.sleep(_PERIOD_S)
+            if not await self.look():
+                await asyncio.sleep(period_s)
 
-    async def look(self) -> None:
-        """Warn of the end of kernels, and end those whose warning is over. After a cancellation, signalled processes still end."""
+    async def look(self) -> bool:
+        """Warn of the end of kernels. End the first whose warning is over, and return whether there was one.
+
+        Ending takes time, in which others may be used: they need another look. After a cancellation, signalled processes still end.
+        """
         broker = self._broker
         views = [view for kernel, view in broker.views() if not kernel.busy and not kernel.launch.command]
         due = to_cull(views, now_ms(), broker.arbiter.host_budget_mib, self._rule)
@@ -77,21 +81,25 @@ class Culler:
             if lease_id in broker.kernels:
                 self._announce(broker.kernels[lease_id], "")
         for lease_id, why in due.items():
-            kernel = broker.kernels[lease_id]
-            if lease_id not in self._warned_ms:
-                self._warned_ms[lease_id] = now_ms()
-                soon = format_duration(self._rule.warning_ms)
-                sentence = f"this kernel will be ended in {soon}: {why}; run a cell to keep its variables"
-                broker.record_line(lease_id, "cull.warned", sentence)
-                broker.announce_deadline(kernel, f"T{sentence[1:]}.")
-                self._announce(kernel, sentence)
-            elif now_ms() - self._warned_ms[lease_id] >= self._rule.warning_ms:
-                log.warning("lease %s: ended, because %s", lease_id[:8], why)
-                try:
-                    await self._end(kernel, f", because {why}")
-                except ConflictError as error:
-                    log.warning("lease %s: %s", lease_id[:8], error)
+            kernel, is_new = broker.kernels[lease_id], lease_id not in self._warned_ms
+            left_ms = self._warned_ms.setdefault(lease_id, now_ms()) + self._rule.warning_ms - now_ms()
+            if left_ms > 0 or is_new:
+                soon = f"will be ended in {format_duration(max(0, left_ms))}: {why}; run a cell to keep its variables"
+                self._announce(kernel, f"this kernel {soon}")
+                if is_new:
+                    broker.record_line(lease_id, "cull.warned", f"this kernel {soon}")
+                    broker.announce_deadline(kernel, f"This kernel {soon}.")
+                continue
+            log.warning("lease %s: ended, because %s", lease_id[:8], why)
+            try:
+                await self._end(kernel, f", because {why}")
+            except ConflictError as error:
+                log.warning("lease %s: %s", lease_id[:8], error)
+                continue
+            return True
+        return False
 
     def _announce(self, kernel: Kernel, sentence: str) -> None:
-        kernel.ending.announced = sentence
-        self._broker.note_change()
+        if kernel.ending.announced != sentence:
+            kernel.ending.announced = sentence
+            self._broker.note_change()
