@@ -1,4 +1,7 @@
-"""`python -m fractional_gpu.broker [--detach] OPTIONS-AS-JSON`: how brokers start brokers. People use `jupyter gpu broker`."""
+"""Runs a broker: `python -m fractional_gpu.broker [--detach] OPTIONS-AS-JSON`.
+
+Brokers use this to start other brokers. People use `jupyter gpu broker`.
+"""
 
 import gc
 import json
@@ -10,7 +13,10 @@ from typing import NoReturn
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process without the interpreter's teardown, which takes a fifth of a broker's start; the system frees everything."""
+    """End the process without the interpreter's teardown, which would take a fifth of a broker's start-up time.
+
+    The operating system frees all resources.
+    """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # its reader has ended
@@ -19,7 +25,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    gc.disable()  # a kernel's start waits for this, and imports leave no garbage
+    gc.disable()  # a kernel's start waits for the broker, and imports leave no garbage
     if sys.argv[1:2] == ["--detach"]:
         from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
 

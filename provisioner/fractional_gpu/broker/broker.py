@@ -1,8 +1,8 @@
 """Turns events into arbiter calls and carries out the effects that the arbiter returns.
 
-The broker does not decide who holds a GPU. It owns what the arbiter does not know: processes, IOPub, extensions, tokens, the ledger, the
-checkpoint worker. All methods run on one event loop. Effects that take time (suspend, resume, looking again) run as tasks and come back as
-events.
+The broker does not decide who holds a GPU. It manages what the arbiter does not know about: processes, IOPub, extensions, tokens, the
+ledger and the checkpoint worker. All methods run on one event loop. Effects that take time (such as a suspend, a resume or another look at
+the processes) run as tasks, and their results come back as events.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ from fractional_gpu.protocol.messages import GateVerb
 log = logging.getLogger(__name__)
 
 _TICKETS_MS = 1000
-_SIGN_MS = 60_000  # how long a sign of a coming cell lasts, unless its sender says otherwise
+_SIGN_MS = 60_000  # how long the sign of a coming cell lasts, unless the sender sets a time
 _SIGN_AGAIN_MS = 2_000
 _SHARE_UNUSED = (
     "This cell has held its share of the GPU without using it for as long as its pool allows (`max_unused_hold`), so other kernels may use "
@@ -106,15 +106,18 @@ class Broker:
         files: LeaseFiles | None = None,
         context_sizes: ContextSizes | None = None,
     ) -> None:
-        """`devices`: the managed devices by id. `files`: the second records. `context_sizes`: learned by earlier brokers."""
+        """Manage `devices`, which maps ids to devices.
+
+        Lease records are also written to `files`. `context_sizes` holds what earlier brokers learned about the size of CUDA contexts.
+        """
         self.arbiter = arbiter
         self.monitor = monitor
         self.writer = writer
         self.deadlines = DeadlineClock.of(writer.ledger)
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
-        self.culls_idle = False  # kernels that have long been idle are ended
-        self.lost: Mapping[str, ProcessIdentity] = {}  # living kernels whose lease has no record, by lease
+        self.culls_idle = False  # whether to end kernels that have been idle for long
+        self.lost: Mapping[str, ProcessIdentity] = {}  # by lease: living kernels whose lease has no record
         self.metering = Metering(arbiter, writer, self.kernels)
         self.habits = ShareHabits(arbiter, writer, self.kernels)
         self.turns = Turns(arbiter, writer)
@@ -122,29 +125,29 @@ class Broker:
         self.usage_counters = UsageCounters(self.metering, arbiter.pools)
         self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()
-        # Set at the next event, which may change anything. Take it before reading the state, then wait for it.
+        # The next event sets this, as any event may change anything. Take it before you read the state, then wait for it.
         self.anything_changed = asyncio.Event()
         self.last_use_s = time.monotonic()
         self.stopping = False
         self.used_mib: dict[str, int] = {}  # by device, as last measured
-        self.host_deadline_ms: int | None = None  # when the host goes away, by a cloud's notice; `now_ms` time
-        self.changes = 0  # state changes so far: each makes a running measurement stale
+        self.host_deadline_ms: int | None = None  # when a cloud takes the host away, on the clock of `now_ms`
+        self.changes = 0  # state changes so far; each one makes a running measurement stale
         self.history = History(writer)
         self.records = LeaseRecords(self, files)
-        self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
+        self.end_processes: Callable[[str], None] = lambda _: None  # ends the processes of a revoked lease
         self.exit_followers: list[Callable[[Kernel], None]] = []  # called with each kernel whose process has ended
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
         self.scans = swaps.inspector.scans
         self.costs = Costs()
-        self._tickets: tuple[int, dict[str, TicketView]] | None = None  # time, and all tickets
-        self._places: dict[str, int | None] = {}  # places in the queue at the last look
+        self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when the tickets were read, and all tickets
+        self._places: dict[str, int | None] = {}  # by lease: the place in the queue when last read
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)
         self.enforcement = Enforcement(self)
         self.asked_servers: list[
             Callable[[Kernel], str]
-        ] = []  # each returns what a model server was asked for a kernel
+        ] = []  # each returns what a model server was asked to do for a kernel
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self, context_sizes or ContextSizes())
         self.survivors = Survivors(self, swaps.inspector)
@@ -155,7 +158,7 @@ class Broker:
         self.operations = Operations(self, swaps)
 
     def dispatch(self, event: Event) -> list[Effect]:
-        """Hand an event to the arbiter, then carry out and return its effects, for callers that wait for one."""
+        """Hand an event to the arbiter and carry out its effects. Return them for callers that wait for a particular effect."""
         point = self._failpoint(event) if files.enabled() else ""
         files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
@@ -177,7 +180,7 @@ class Broker:
         return effects
 
     def ask(self, event: PinRequested | MoveRequested, about: str) -> Declined | None:
-        """Dispatch a request that the arbiter answers at once; return its refusal, if any."""
+        """Dispatch a request that the arbiter answers at once. Return its refusal, or None if it agreed."""
         for effect in self.dispatch(event):
             if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, about):
                 return effect
@@ -234,7 +237,7 @@ class Broker:
             if change.new is LeaseState.RESIDENT:
                 kernel.checkpoint.homes = view.device_ids
                 if kernel.launch.command:
-                    # No message says that it continues: it counts as busy until the counters are quiet.
+                    # No message tells that the command continues, so it counts as busy until the device's counters show that it is quiet.
                     kernel.gpu_work.clear()
                     asyncio.get_running_loop().call_soon(self.sync_busy_state, kernel)
             self.history.note(view)
@@ -249,7 +252,7 @@ class Broker:
                 if self.records.may_use(kernel):
                     self.open_gate(kernel)
             case CloseGate():
-                # Its next cell asks first. Without an extension, IOPub says when a cell begins (`sync_busy_state`).
+                # The next cell will ask first. If there is no extension, IOPub shows when a cell begins (`sync_busy_state`).
                 if kernel.link is not None:
                     kernel.link.send(GateVerb.PREEMPT)
                 return
@@ -259,7 +262,7 @@ class Broker:
                 if kernel.requests.resize is not None:
                     kernel.requests.resize.declined = (effect.reason, effect.sentence)
             case Declined():
-                # The arbiter merges all requests to suspend one lease: its refusal answers each of them.
+                # The arbiter merges all requests to suspend a lease, so its refusal answers all of them.
                 for request in kernel.requests.suspends:
                     request.declined = (effect.reason, effect.sentence)
             case Resized():
@@ -280,7 +283,7 @@ class Broker:
 
     @staticmethod
     def announce_deadline(kernel: Kernel, sentence: str) -> None:
-        """Tell the user of a kernel or a command that its GPU or host goes away, or stays after all."""
+        """Tell the user of a kernel or command that its GPU or host is going away, or that it stays after all."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True, topic="deadline")
         elif kernel.launch.command:
@@ -294,7 +297,10 @@ class Broker:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _cell_began(self, kernel: Kernel) -> None:
-        """Handle a cell that began at a shut gate: the kernel has no guard, the command came too late, or a grant undid it."""
+        """Handle a cell that began although the gate was shut.
+
+        This happens if the kernel has no guard, if the command to shut the gate came too late, or if a grant reopened it.
+        """
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
         elif kernel.requests.waiters == 0:
@@ -306,7 +312,7 @@ class Broker:
         view = self.arbiter.lease(kernel.lease_id)
         state = view.state if view is not None else LeaseState.ENDED
         if state is LeaseState.SUSPENDED and kernel.executing and self.arbiter.waits(kernel.lease_id):
-            # Preempted: the arbiter has filed its ticket. If its cell ends without the GPU, the ticket is withdrawn.
+            # The kernel was preempted, so the arbiter has filed a ticket for it. The ticket is withdrawn if the cell ends without the GPU.
             kernel.cell.ticket_by_broker = kernel.requests.waiters == 0
         if state is LeaseState.NO_CONTEXT and kernel.cell.unused and kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=_SHARE_UNUSED, urgent=True)
@@ -328,7 +334,7 @@ class Broker:
     def _trouble_changed(self) -> None:
         if not self.writer.trouble and not self.stopping:
             for kernel in self.kernels.values():
-                self.records.save(kernel, limit=True)  # the record may be unwritten, with a cell waiting for it
+                self.records.save(kernel, limit=True)  # the record may be unwritten while a cell waits for it
         self._wake_queue()
         self.note_change()
 
@@ -356,7 +362,7 @@ class Broker:
                     environment[name] += f",{value}"
         view = self.arbiter.lease(lease_id)
         if view is not None:
-            # Its cap on each device is its reservation there.
+            # The lease's cap on each device is its reservation there.
             follows_use = self.reserves_by_use(view.spec.pool) and view.reserved_mib > 0
             limit_mib = view.reserved_mib if follows_use else view.spec.reserve_mib
             environment["JUPYTER_GPU_MEMORY_MIB"] = str(limit_mib)
@@ -376,7 +382,10 @@ class Broker:
         return policy is not None and policy.reserve_by is ReserveBy.USE
 
     def follow(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-        """Watch a kernel's process and IOPub, or a command's process and runner. Raises ProcessLookupError, or ValueError (connection)."""
+        """Watch a kernel's process and IOPub, or a command's process and runner.
+
+        Raises ProcessLookupError if the process has ended, and ValueError if the connection is invalid.
+        """
         checked = None if kernel.launch.command else connection_from_json(json.loads(connection))
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
         self.oom_kills.follow(identity.pid, time.monotonic())
@@ -404,7 +413,10 @@ class Broker:
         return self.costs.of_user(kernel.uid)
 
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
-        """Return the context that reaches the kernel's sockets. If the broker may not listen, note it in the story and return None."""
+        """Return the ZeroMQ context that reaches the kernel's sockets.
+
+        If the broker may not enter the kernel's network namespace, note this in the lease's story and return None.
+        """
         try:
             return self._networks.context_for(kernel.lease_id, identity)
         except PermissionError as error:
@@ -422,17 +434,17 @@ class Broker:
 
     def watch_holder(self, kernel: Kernel) -> None:
         ended = LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason="holder-ended")
-        # Not at once: a broker that starts introduces its leases one by one.
+        # Not at once, because a starting broker introduces its leases one by one.
         later = partial(asyncio.get_running_loop().call_soon, self.dispatch, ended)
         kernel.watch_runner(kernel.launch.holder, later)
 
     def _runner_ended(self, kernel: Kernel) -> None:
-        """Keep a command that lost its runner on its device, or bring it back: no process would request the device for it."""
+        """Keep a command whose runner has ended on its device, or bring it back: no other process would request the device."""
         kernel.end_runner()
         sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
         self.record_line(kernel.lease_id, "runner.ended", sentence)
-        # The arbiter may be in the middle of an event: a broker that starts introduces its leases one by one.
+        # The arbiter may be handling an event, because a starting broker introduces its leases one by one.
         asyncio.get_running_loop().call_soon(self._bring_back, kernel)
 
     def _bring_back(self, kernel: Kernel) -> None:
@@ -441,7 +453,10 @@ class Broker:
             self.request_on_behalf(kernel)
 
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Handle the end or imminent replacement of the kernel's process. Its memory is free once all its processes are gone."""
+        """Handle the end or imminent replacement of the kernel's process.
+
+        Its memory is free once all processes of the kernel have ended.
+        """
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
@@ -464,7 +479,7 @@ class Broker:
         kernel.notify()
 
     def end_burst(self, kernel: Kernel) -> None:
-        """Restore the lease's size if its process ended during a burst: the kernel can no longer request it."""
+        """Restore the lease's size if its process ended during a burst, since the kernel can no longer do so."""
         if kernel.requests.size_before_burst is not None:
             own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
@@ -496,8 +511,8 @@ class Broker:
             kernel.told_cell, kernel.measurement.is_fresh = by_cell, False
             self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=busy, by_cell=by_cell))
             kernel.notify()
-        # A cell at a closed gate requested its own ticket. A cell without a gate, or a preempted one, cannot: the broker files the ticket
-        # for it, and withdraws it if the cell ends without the GPU.
+        # A cell at a closed gate files its own ticket. A cell that has no gate, or was preempted, cannot do so. The broker then files the
+        # ticket, and withdraws it if the cell ends without the GPU.
         executing = kernel.executing
         if not executing:
             kernel.cell.executing_since_s = None
@@ -528,7 +543,7 @@ class Broker:
             )
 
     def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
-        """Record that a signal or a debugger stopped the process, which stays on its device, or that it continues."""
+        """Record that a signal or a debugger stopped the process, or that the process continues. A stopped process stays on its device."""
         identity = kernel.identity
         if identity is None or stopped == bool(kernel.stopped):
             return
@@ -547,7 +562,7 @@ class Broker:
             self.dispatch(LeasesMeasured(at_ms=now_ms(), measurements=(one,)))
 
     def request_on_behalf(self, kernel: Kernel) -> None:
-        """File a ticket for a kernel that cannot request the GPU, or did not."""
+        """File a ticket for a kernel that cannot request the GPU or has not done so."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.revoked or kernel.cell.ticket_by_broker:
             return
@@ -557,14 +572,14 @@ class Broker:
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def ticket(self, lease_id: str) -> TicketView | None:
-        """Return the lease's place in the queue. The answer is cached until the next event, for at most a second."""
+        """Return the lease's place in the queue. The answer is cached until the next event, but for at most a second."""
         at_ms = now_ms()
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()
             self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool, at_ms)}
             before, self._places = self._places, {one.lease_id: one.position for one in self._tickets[1].values()}
             if before != self._places:
-                self._wake_queue()  # tell all waiting cells, or two would show the same place
+                self._wake_queue()  # tell all waiting cells, or two of them would show the same place
         return self._tickets[1].get(lease_id)
 
     def roots(self) -> list[ProcessIdentity]:

@@ -1,4 +1,7 @@
-"""The broker's clocks and rate limits: `now_ms` for decisions, `wall_ms` for dates, `DeadlineClock` for lasting deadlines."""
+"""The broker's clocks and rate limits.
+
+Decisions use `now_ms`, dates use `wall_ms`, and deadlines that outlast the broker use `DeadlineClock`.
+"""
 
 import asyncio
 import json
@@ -23,7 +26,10 @@ def now_ms() -> int:
 
 
 def wall_ms() -> int:
-    """Return the ledger's time: wall-clock ms, which survive a reboot. No decision may depend on it, as it can be set."""
+    """Return the wall-clock time in ms, which the ledger records because it survives a reboot.
+
+    No decision may depend on it, because the wall clock can be set.
+    """
     return time.time_ns() // 1_000_000
 
 
@@ -37,8 +43,8 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
 class DeadlineClock:
     """The clock for the deadlines of pins and unconfirmed seats. It survives broker restarts and reboots.
 
-    Milliseconds since 1970, but setting the wall clock must not end a pin: it is the time since boot plus a start, taken from the wall
-    clock once for each boot and kept in the ledger. `start_ms`: its value at boot; `since_boot`: nanoseconds.
+    It counts milliseconds since 1970, but setting the wall clock must not end a pin. It therefore adds the time since boot to a start,
+    which is read from the wall clock once per boot and kept in the ledger. `start_ms` is that start. `since_boot` returns nanoseconds.
     """
 
     def __init__(self, start_ms: int, since_boot: Callable[[], int] = since_boot_ns) -> None:
@@ -49,7 +55,7 @@ class DeadlineClock:
     def of(
         cls, ledger: Ledger, wall: Callable[[], int] = wall_ms, since_boot: Callable[[], int] = since_boot_ns
     ) -> Self:
-        """Return this boot's clock from the ledger, or save and return a new one. Raises LedgerError."""
+        """Return this boot's clock from the ledger, or create and save a new clock. Raises LedgerError."""
         boot = boot_id()
         try:
             kept = json.loads(ledger.kept(_DEADLINE_CLOCK) or "{}")
@@ -60,7 +66,7 @@ class DeadlineClock:
             start_ms = wall() - since_boot() // 1_000_000
             try:
                 ledger.keep(_DEADLINE_CLOCK, json.dumps({"boot_id": boot, "start_ms": start_ms}))
-            except LedgerError as error:  # such as a full disk: the next broker measures the start again
+            except LedgerError as error:  # such as a full disk; the next broker measures the start again
                 log.warning("cannot save the clock of pins and seats: %s", error)
         return cls(start_ms, since_boot)
 
@@ -68,20 +74,20 @@ class DeadlineClock:
         return self._start_ms + self._since_boot() // 1_000_000
 
 
-# Rate limits: a token bucket per key, refilled over time.
+# Rate limits use a token bucket per key, which is refilled over time.
 
 
-_KEPT = 1024  # buckets; beyond that, full ones are dropped, which changes nothing
+_KEPT = 1024  # buckets; full ones are dropped beyond this number, which changes nothing
 
 
 class TokenBucket:
-    """Allows `per_s` in the long run and `burst` at once, for each key separately."""
+    """Allows `per_s` events a second in the long run and `burst` events at once, separately for each key."""
 
     def __init__(self, per_s: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
         self._burst = burst
         self._clock = clock
-        self._buckets: dict[Hashable, tuple[float, float]] = {}  # key -> (tokens left, at that time)
+        self._buckets: dict[Hashable, tuple[float, float]] = {}  # key -> (tokens left, time of the last update)
 
     def take(self, key: Hashable) -> float:
         """Take a token and return 0, or return the seconds until one is available."""

@@ -1,10 +1,11 @@
-"""Limits users' load on the broker: each has one budget for everything that the user sends, so that no user can monopolize it.
+"""Limits the load that users put on the broker. Each user has one budget for all requests, so that no user can monopolize the broker.
 
-- An account is a seat, if a token or a control group proves one, else a user. It pays for processor time on the loop (`metered`) and in
-  threads (`lanes.PAYER`), for each request, message and byte. Elapsed time costs nothing: a slow machine makes no account overdrawn.
-- It gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. An overdrawn account waits: only the heads of its requests are read,
-  and no messages of its kernels. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
-- Requests that others may wait for (a gate's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
+- An account belongs to a seat if a token or a control group proves the seat, and otherwise to a user. It pays for the processor time that
+  the user's work takes on the loop (`metered`) and in threads (`lanes.PAYER`), and for each request, message and byte. Elapsed time costs
+  nothing, so a slow machine makes no account overdrawn.
+- An account gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. While it is overdrawn, it waits: only the heads of its
+  requests are read, and no messages of its kernels. Waiting accounts get their turns in order, and together they get `COST_SHARE_OF_ALL`.
+- Requests that others may be waiting for (a gate's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ T = TypeVar("T")
 
 _MOST_DEBT_S: Final = 5.0
 _TURNS: Final = 2  # in one pass of the loop
-_PAUSE_S: Final = 0.002  # between two turns of an overdrawn account: by then the first has been charged
-_KEPT: Final = 1024  # accounts; beyond that, full balances are forgotten, which changes nothing
+_PAUSE_S: Final = 0.002  # between two turns of an overdrawn account, so that the first has been charged by then
+_KEPT: Final = 1024  # accounts; full balances are forgotten beyond this number, which changes nothing
 
 
 class Account:
-    """One account, used on the loop. `name`: the payer's name in messages. `exempt`: it pays nothing, and never waits."""
+    """One account, used on the loop. Messages call the payer `name`. An `exempt` account pays nothing and never waits."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the reserve is spent, so that nothing more is read. Each read checks this: keep it cheap."""
+        """Whether the reserve is spent, so that nothing more is read. Every read checks this, so it must be cheap."""
         return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property
@@ -70,7 +71,7 @@ class Account:
 
     def charge(self, seconds: float) -> None:
         if not self._exempt:
-            self._left -= seconds  # credit since then is added at the next turn
+            self._left -= seconds  # the next turn adds the credit earned since then
 
     def take_turn(self, *, reserved: bool = False) -> bool:
         if self._exempt:

@@ -20,11 +20,11 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 PAYER: Final[ContextVar[Callable[[float], None] | None]] = ContextVar("payer", default=None)
-"""Charges the running task's blocking work, in seconds of processor time; None: free."""
+"""Charges the running task for blocking work, in seconds of processor time. None means that the work is free."""
 
 
 class Lane:
-    """A pool of `count` threads. `start` it before the broker serves: later the system may be out of threads."""
+    """A pool of `count` threads. `start` it before the broker serves requests, because the system may be out of threads later."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
@@ -37,7 +37,7 @@ class Lane:
         return self._threads
 
     async def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `act` in a thread, charge its processor time and return its result. Cancellation does not stop `act`."""
+        """Run `act` in a thread, charge the processor time it used, and return its result. Cancellation does not stop `act`."""
         loop, charge = asyncio.get_running_loop(), PAYER.get()
 
         def work() -> T:
@@ -52,13 +52,13 @@ class Lane:
 
 
 SWAPS: Final = Lane(4, "swap")
-"""Suspending, resuming, and looking at kernels' processes."""
+"""Suspends and resumes kernels, and inspects their processes."""
 ATTACHING: Final = Lane(4, "attach")
-"""Checking the processes and connections that users name."""
+"""Checks the processes and connections that users name."""
 QUESTIONS: Final = Lane(1, "question")
-"""Answers that take time."""
+"""Computes answers that take time."""
 TOKENS: Final = Lane(1, "token-files")
-"""Removing clients' files, whose filesystems may hang."""
+"""Removes clients' files, whose filesystems may hang."""
 
 
 def start_lanes() -> None:

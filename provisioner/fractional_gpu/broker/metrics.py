@@ -1,10 +1,11 @@
 """Metrics for Prometheus. Every event and effect of the arbiter passes through here.
 
-- `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those read from the books at each scrape; docs/metrics.md is generated.
+- `COUNTED` lists the metrics that are counted here. `metrics_routes.BOOK_METRICS` lists the metrics that are read from the books at each
+  scrape. docs/metrics.md is generated from both.
 - Labels come from the configuration and from sets in the code, never from users, leases, kernels or paths. Metrics with users in their
   labels are in `full_registry` only (`accounting.counters`).
-- Counters with known labels start at 0: Prometheus sees no increase in a counter that appears with 1.
-- A wait lasts from the first request to the grant, and counts as 0 s for a kernel on its device.
+- Counters with known labels start at 0, because Prometheus sees no increase in a counter that appears with the value 1.
+- A wait lasts from the first request to the grant. It counts as 0 s for a kernel that is already on its device.
 """
 
 import asyncio
@@ -83,19 +84,22 @@ COUNTED = (
 
 
 class Metrics:
-    """One broker's counters, used on its loop. `registry` is for everyone, `full_registry` for administrators and the TCP address."""
+    """One broker's counters, used on its loop.
+
+    Every peer may read `registry`. Only administrators and the TCP address may read `full_registry`.
+    """
 
     def __init__(self, arbiter: Arbiter) -> None:
         self.registry = CollectorRegistry()
         self.full_registry = CollectorRegistry()
         self.full_registry.register(self.registry)
-        # The pool's present target, if any.
+        # Returns the pool's current target, if it has one.
         self.wait_target_ms: Callable[[str], int | None] = lambda _pool: None
         self._arbiter = arbiter
         self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in COUNTED}
         self._pools: dict[str, str] = {}  # by lease
-        self._wanted_s: dict[str, float] = {}  # by lease: when its wait began
-        self._swaps: dict[int, tuple[float, str, int]] = {}  # by operation: when it began, its kind, MiB
+        self._wanted_s: dict[str, float] = {}  # by lease: when the wait began
+        self._swaps: dict[int, tuple[float, str, int]] = {}  # by operation: when the swap began, its kind, and MiB
         self._effects: dict[type[Effect], Callable[[Any, float], None]] = {
             LeaseAdmitted: lambda effect, _: self._count("leases_admitted", pool=self._pool_of(effect.lease_id)),
             LeaseRefused: lambda effect, _: self._count("leases_refused", reason=effect.reason),
@@ -116,7 +120,7 @@ class Metrics:
             self._of("cap_breaches", action=action.value)
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Count an event and its effects. Costs one dictionary lookup each."""
+        """Count an event and its effects. This costs one dictionary lookup for each of them."""
         now_s = time.monotonic()
         match event:
             case Wanted(lease_id=lease_id):
@@ -160,7 +164,7 @@ class Metrics:
 
     def _pool_of(self, lease_id: str) -> str:
         pool = self._pools.get(lease_id)
-        if pool is None:  # new, or an earlier broker's
+        if pool is None:  # a new lease, or an earlier broker's
             view = self._arbiter.lease(lease_id)
             pool = self._pools[lease_id] = view.spec.pool if view is not None else ""
         return pool
@@ -199,7 +203,7 @@ class Metrics:
     ) -> None:
         begun_s, kind, mib = self._swaps.pop(event.operation_id, (now_s, "", 0))
         if not kind:
-            return  # an earlier broker began it
+            return  # an earlier broker began this operation
         if not well:
             self._count("swap_failures", kind=kind, outcome=str(event.outcome))
             return

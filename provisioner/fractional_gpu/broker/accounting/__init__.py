@@ -1,1 +1,1 @@
-"""Accounts of what leases used: the meter's driver, reports and budgets."""
+"""Accounts of what leases used: metering, reports and budgets."""

@@ -1,8 +1,9 @@
 """Counts what users and groups spend, warns them, and applies a pool's `over_budget` once a budget is used up.
 
-- Use spends a budget; nothing is reserved. When a group's budget is used up, all its users are affected.
-- The meter reports once a minute, so a budget may be exceeded by a minute's use.
-- No kernel is ended and no state is lost: kernels change priority, or new kernels and seats are refused, until the budget has room again.
+- Only use counts against a budget; nothing is reserved. When a group's budget is used up, all its users are affected.
+- The meter reports once a minute, so a budget may be exceeded by the use of one minute.
+- No kernel is ended and no state is lost. Until the budget has room again, kernels get another priority, or new kernels and seats are
+  refused.
 """
 
 import logging
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EXTRAS: Final = "budget-extras"  # their name in the ledger
+_EXTRAS: Final = "budget-extras"  # the name of the extensions in the ledger
 _SOME_S: Final = 7200
 _DAY_S: Final = 86_400
 _WHAT_FOLLOWS = {
@@ -68,7 +69,7 @@ def end_of(budget: Budget, now_s: int) -> int | None:
     return _local(begin.tm_year, begin.tm_mon, begin.tm_mday + (7 if budget.window is WindowKind.WEEK else 1))
 
 
-def _local(year: int, month: int, day: int) -> int:  # midnight; days and months out of range carry over
+def _local(year: int, month: int, day: int) -> int:  # midnight; days and months that are out of range carry over
     return int(time.mktime((year, month, day, 0, 0, 0, 0, 0, -1)))
 
 
@@ -77,7 +78,7 @@ def party_of(spec: LeaseSpec) -> Party:
 
 
 class BudgetKeeper:
-    """One broker's budgets, used on its loop. `terms` returns a pool's terms; `wall`, ms since 1970."""
+    """One broker's budgets, used on its loop. `terms` returns a pool's terms, and `wall` returns ms since 1970."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class BudgetKeeper:
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
     def states(self, party: Party) -> list[BudgetState]:
-        """Return the budgets that this party's leases count against, sorted by the share spent, highest first."""
+        """Return the budgets that the party's leases count against, with the largest spent share first."""
         now_s, found = self._now_s(), []
         for index, budget in enumerate(self._spending.budgets):
             if (subject := budget.subject(party)) is not None:
@@ -200,7 +201,10 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add an amount until `until_s`, or until each budget resets. Raises LedgerError, adding nothing. Cancellation does not undo it."""
+        """Add an amount until `until_s`, or until each budget resets.
+
+        Raises LedgerError, and then adds nothing. Cancellation does not undo the extension.
+        """
         now_s = self._now_s()
         more = [
             BudgetExtension(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s)

@@ -1,9 +1,10 @@
-"""The meter's figures as counters for Prometheus: by pool, and by user and pool if the administrator enables that.
+"""Exports the meter's figures as counters for Prometheus: by pool, and by user and pool if the administrator enables it.
 
-- A scrape brings the meter up to date, but writes nothing. Counters start at 0 with the broker, and include any gap between
-  brokers that its meter counts.
-- Counts are whole units of the meter (such as milli-GPU milliseconds), converted at the scrape: rounding never adds up.
-- Users' names are personal data: `users` is a separate collector, for administrators and the configured address only.
+- A scrape brings the meter up to date, but writes nothing. Counters start at 0 with each broker. They include the time between two brokers
+  if the meter counts it.
+- Counts are kept in whole units of the meter (such as milli-GPU milliseconds) and converted at the scrape, so that rounding errors do not
+  add up.
+- Users' names are personal data. Therefore `users` is a separate collector, which only administrators and the configured address may read.
 """
 
 from collections import Counter, defaultdict
@@ -27,14 +28,14 @@ _OTHER: Final = ("", "other")
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """A counter, the meter's field that it counts, and how many of the meter's units make one of the counter's."""
+    """A counter, the meter's field that it counts, and how many units of the meter make up one unit of the counter."""
 
     name: str
     help: str
     field: str
     per_unit: float
-    in_money: bool = False  # it has a currency
-    of_leases: bool = True  # counts only leases, so also by user; else unleased use, too
+    in_money: bool = False  # whether it has a currency
+    of_leases: bool = True  # whether it counts only leases, and so by user, too; otherwise it includes unleased use
 
     def of(self, row: UsageRow) -> int:
         figure: int = getattr(row.usage, self.field)
@@ -76,13 +77,13 @@ _Sums = defaultdict[str, Counter[tuple[str, ...]]]  # by the metric's name and i
 
 
 class UsageCounters:
-    """The counters of one broker's meter, used on its loop. `pools` has no user names, `users` does."""
+    """The counters of one broker's meter, used on its loop. `users` contains user names, `pools` does not."""
 
     def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
-        """`pools`: the configured pools' names, which have counters before anything is counted."""
+        """Take the names of the configured `pools`, which have counters before anything is counted."""
         self._metering = metering
         self._pools = pools
-        self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users with a label
+        self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users that have their own label
         self._taken = _Sums(Counter)  # usage rows passed on by the meter
         self.pools = _Counters(POOL_METRICS, self._until_now)
         self.users = _Counters(USER_METRICS, self._until_now)

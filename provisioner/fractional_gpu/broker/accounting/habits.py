@@ -1,8 +1,8 @@
-"""Records how notebooks and seats use their shares, by day, and gives the advice that `core.forecasts.advice` decides.
+"""Records day by day how notebooks and seats use their shares, and gives the advice that `core.forecasts.advice` decides.
 
-- Leases are read with each device sample, every second or two while kernels live; peaks between samples are missed.
-- Days are written whole, once a minute, and kept for `WINDOW_DAYS`. A killed broker loses at most a minute.
-- Advice is computed at most once a minute per notebook. The time it was first given is recorded, for following up.
+- Leases are read with each device sample, every second or two while kernels live. Peaks between samples are missed.
+- Each day is rewritten once a minute and kept for `WINDOW_DAYS`. A broker that is killed loses at most one minute.
+- Advice is computed at most once a minute per notebook. The day on which it was first given is recorded, to follow up on it.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 _DAY_MS: Final = 86_400_000
 _FRESH_MS: Final = 60_000
-_AT_ONCE: Final = 20  # notebooks, some milliseconds
-_ANY_FRACTIONS: Final = (125, 250, 500, 750, 1000)  # of a pool that gives advice
+_AT_ONCE: Final = 20  # notebooks between two yields; together they take some milliseconds
+_ANY_FRACTIONS: Final = (125, 250, 500, 750, 1000)  # suggested in a pool that allows any fraction
 _NOTHING: Final[Mapping[str, int]] = {}
 
 
@@ -46,7 +46,7 @@ class _LastAdvice:
 
 
 class ShareHabits:
-    """The habits of one broker's notebooks, used on its loop. `kernels`: the living ones, by lease."""
+    """The habits of one broker's notebooks, used on its loop. `kernels` maps leases to living kernels."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ShareHabits:
         wall: Callable[[], int] = wall_ms,
     ) -> None:
         self.recorder = UseRecorder()
-        self.seat_share: Callable[[str], Share | None] = lambda _seat: None  # set by the code for seats
+        self.seat_share: Callable[[str], Share | None] = lambda _seat: None  # replaced by the code for seats
         self._arbiter = arbiter
         self._writer = writer
         self._kernels = kernels
@@ -74,7 +74,10 @@ class ShareHabits:
         self._given = ledger.given_advice()
 
     def sampled(self, utilisation: Mapping[str, int] = _NOTHING) -> None:
-        """Record leases' sizes at a sample. `utilisation`: thousandths of a device, for leases that ran one cell throughout."""
+        """Record how much of their shares leases use at a sample.
+
+        `utilisation` is given in thousandths of a device, for leases that ran a single cell since the last sample.
+        """
         holders: dict[str, HabitKey] = {}
         seats: dict[str, tuple[LeaseSpec, list[Sample]]] = {}
         for lease_id in self._kernels:
@@ -109,7 +112,7 @@ class ShareHabits:
         return self._advice(self._key(view), _share(view)) if view.spec.devices == 1 else None
 
     def of_seats(self, pool: str, owner: str) -> ShareAdvice | None:
-        """Return advice for a hub user's servers, based on their last share; None: no record."""
+        """Return advice for a hub user's servers, based on their last share, or None without a record."""
         key = HabitKey(pool, owner, True, HabitKind.SEAT, "")
         days = self.recorder.days(key)
         return self._advice(key, days[-1].share) if days else None
@@ -117,7 +120,10 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return all useful advice, for one `owner` and `pool` if given. Yields to other tasks: a hub has thousands of notebooks."""
+        """Return all useful advice, only for one `owner` and `pool` if these are given.
+
+        Yields to other tasks, because a hub has thousands of notebooks.
+        """
         keys = [
             key
             for key in sorted(self.recorder.keys())
@@ -128,7 +134,7 @@ class ShareHabits:
         ]
         found = []
         for number, key in enumerate(keys, 1):
-            if days := self.recorder.days(key):  # empty if forgotten in between
+            if days := self.recorder.days(key):  # empty if the notebook was forgotten in the meantime
                 advice = self._advice(key, days[-1].share)
                 if advice is not None and advice.sentence:
                     found.append(advice)
@@ -148,7 +154,7 @@ class ShareHabits:
     def _worked_out(self, key: HabitKey, share: Share) -> ShareAdvice | None:
         pool = self._arbiter.pools().get(key.pool)
         if pool is None or pool.sharing is Sharing.MIG:
-            return None  # an instance is indivisible
+            return None  # a MIG instance is indivisible
         bounded = pool.sharing is Sharing.MPS
         offers = offered_shares(self._arbiter, pool)
         days = self.recorder.days(key)
@@ -156,7 +162,7 @@ class ShareHabits:
         if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
             given = GivenAdvice(day=self._today(), before_milli=share.milli, milli=advice.risk.share.milli)
             before = self._given.get(key)
-            if before is None or replace(before, day=given.day) != given:  # not suggested earlier
+            if before is None or replace(before, day=given.day) != given:  # not suggested before
                 self._given[key] = given
                 self._writer.submit(partial(self._writer.ledger.save_given_advice, key, given))
         return _message(key, advice)
@@ -186,7 +192,10 @@ def _share(view: LeaseView) -> Share:
 
 
 def _sample(view: LeaseView, use_milli: int | None) -> Sample:
-    """Return a lease's sizes. Memory is the mean over its devices; unmeasured use falls back to the learned demand."""
+    """Return how much of its share a lease uses.
+
+    Memory is the mean over the lease's devices. If utilisation was not measured, the learned demand is used.
+    """
     count = max(1, view.spec.devices)
     learnt = view.demand_milli or None
     return Sample(_share(view), -(-view.used_mib // count), view.busy, use_milli if use_milli is not None else learnt)

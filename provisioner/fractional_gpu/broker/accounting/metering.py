@@ -1,9 +1,10 @@
-"""Feeds the meter with leases' events and devices' energy, and writes its figures to the ledger every minute.
+"""Feeds the meter with the events of leases and the energy of devices, and writes its figures to the ledger every minute.
 
-- A killed broker loses the figures since its last write: at most a minute, or ten while no lease lives.
-- The next broker counts the gap for leases that survived it, as idle in the state it finds them in. A lease that ended in
-  the gap counts until the last write. The devices' own counters give the energy of the gap, which is divided the same way.
-- Nothing is counted from the last write before a reboot to the first broker after it: no kernel survives.
+- A broker that is killed loses the figures since its last write. This is at most one minute, or ten minutes if no lease lives.
+- The next broker counts this gap for leases that survived it. They count as idle, in the state in which the broker finds them. A lease that
+  ended in the gap counts until the last write. The devices' own counters measure the energy of the gap, which is divided among the
+  surviving leases.
+- Nothing is counted from the last write before a reboot to the first broker after it, because no kernel survives a reboot.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 60.0
 _LEAST_TURN_MS: Final = 100
-_REST_WRITES: Final = 10  # without leases, only one in this many writes is done
+_REST_WRITES: Final = 10  # without leases, only one in this many writes takes place
 _MOVED = {
     (LeaseState.SUSPENDING, LeaseState.SUSPENDED),
     (LeaseState.RESUMING, LeaseState.RESIDENT),
@@ -52,7 +53,7 @@ def local_time(number: int) -> LocalTime:
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that a meter saves for the next one. Energy in mJ, power in mW, time of the last write in ms since boot."""
+    """The state that a meter saves for its successor: energy in mJ, power in mW, and the time of the last write in ms since boot."""
 
     boot_id: str = ""
     written_ms: int = 0
@@ -68,7 +69,7 @@ class Clocks:
 
 
 class Metering:
-    """One broker's meter, used on its loop. `kernels`: the living ones, by lease."""
+    """One broker's meter, used on its loop. `kernels` maps leases to living kernels."""
 
     def __init__(
         self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks | None = None
@@ -79,13 +80,13 @@ class Metering:
         self._kernels = kernels
         self._clocks = clocks or Clocks()
         self._began_ms = self._clocks.now()
-        self._boot_id = boot_id()  # read once: later the broker may be out of descriptors
-        self._saved_mib: dict[str, int] = {}  # of suspended leases
+        self._boot_id = boot_id()  # read now, because the broker may be out of descriptors later
+        self._saved_mib: dict[str, int] = {}  # by suspended lease
         self._writes = 0
-        self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with each write's figures
+        self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with the figures of each write
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Resume from the previous broker's last write, once devices and pools are known. Raises LedgerError."""
+        """Continue from the previous broker's last write, once devices and pools are known. Raises LedgerError."""
         state = _read_state(ledger)
         same_boot = state.boot_id == self._boot_id
         if same_boot:
@@ -115,7 +116,10 @@ class Metering:
             self._observe(lease_id, self._clocks.now())
 
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
-        """Divide the energy since the last sample. Leases too briefly busy for a measured `utilisation` use the learned one."""
+        """Divide the energy since the last sample among the leases.
+
+        A lease that was busy too briefly for a measured `utilisation` counts with its learned one.
+        """
         at_ms, wall_ms = self._clocks.now(), self._clocks.wall()
         learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
         work = learnt | dict(utilisation)
@@ -141,7 +145,7 @@ class Metering:
             self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
-        """Count an earlier broker's lease from that broker's last write, or from its own start if later."""
+        """Count a lease that an earlier broker left from that broker's last write, or from the start of the lease if it was later."""
         if lease_id in self._kernels and not self.meter.knows(lease_id):
             age_ms = max(0, self._clocks.wall() - self._kernels[lease_id].created_ms)
             self._observe(lease_id, max(self._began_ms, self._clocks.now() - age_ms), busy=False)
@@ -157,7 +161,7 @@ class Metering:
         return self._clocks.wall() - (self._clocks.now() - at_ms)
 
     def uncollected(self) -> Iterable[UsageRow]:
-        """Return the figures that have not yet been sent to followers. Read them immediately: they change."""
+        """Return the figures that have not been sent to followers yet. Read them immediately, because they change."""
         return self.meter.rows(self._clocks.now(), self._clocks.wall())
 
     async def run(self) -> None:
@@ -194,7 +198,10 @@ def _read_state(ledger: Ledger) -> _State:
 
 
 class Turns:
-    """Records leases' turns for `jupyter gpu simulate --from-ledger`, except those under `_LEAST_TURN_MS`, wait included."""
+    """Records the turns of leases for `jupyter gpu simulate --from-ledger`.
+
+    Turns that take less than `_LEAST_TURN_MS`, including the wait, are left out.
+    """
 
     def __init__(
         self,

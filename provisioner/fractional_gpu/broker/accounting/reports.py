@@ -1,8 +1,8 @@
-"""Sums of leases' use, for the peers that may see them.
+"""Sums the use of leases for the peers that may see it.
 
-- Users see their own figures and, if `usage_visible` allows it, the sums of each user of their group or of all users, but never names of
-  others' notebooks. Administrators see everything.
-- A hub's user and the machine's user of the same name are two people: their figures are kept apart.
+- Users see their own figures. If `usage_visible` allows it, they also see the sum for each user of their group, or for each user, but never
+  the names of others' notebooks. Administrators see everything.
+- A hub's user and the machine's user of the same name are two people, so their figures are kept apart.
 """
 
 import time
@@ -19,14 +19,17 @@ from fractional_gpu.config.carbon import Carbon
 from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.sums import TIMES, columns_for, summed
 
-_FRESH_S: Final = 5.0  # the maximum age of a reader's figures
+_FRESH_S: Final = 5.0  # the maximum age of the figures that a reader gets
 _HIDDEN: Final = "You may not see these figures: c.GPUBroker.usage_visible says whose figures users see."
 _PRIVATE: Final = frozenset({"notebook", "lease"})
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The caller: an administrator or a user, whether the user is a hub's, and the group that grants them GPUs (empty: none)."""
+    """The caller: an administrator or a user.
+
+    `seated` tells whether the user belongs to a hub. `group` is the group that grants the user GPUs, or empty.
+    """
 
     administrator: bool = False
     owner: str = ""
@@ -36,7 +39,11 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class ReportQuery:
-    """The query of a report: columns to sum by, the hours (seconds since 1970), and the user, group, pool and so on."""
+    """The query of a report.
+
+    `by` lists the columns to sum by. `since_s` and `until_s` limit the hours, in seconds since 1970. `only` selects users, groups, pools
+    and so on.
+    """
 
     by: tuple[str, ...]
     since_s: int
@@ -62,7 +69,10 @@ class UsageReports:
         return self.visible
 
     async def answer(self, reader: Reader, question: ReportQuery) -> tuple[list[UsageEntry], Carbon | None, str]:
-        """Return sums, carbon intensity and a note on missing figures. Raises LedgerError. Cancellation does not stop the write."""
+        """Return the sums, the carbon intensity, and a note about missing figures.
+
+        Raises LedgerError. Cancellation does not stop the write.
+        """
         await self._refresh()
         own = self._own(reader, self.scope(reader, question.by))
         if any(question.only.get(name, value) != value for name, value in own.items()):
@@ -82,12 +92,12 @@ class UsageReports:
             rows = self._writer.ledger.metered(columns, question.since_s, question.until_s, only)
             return summed(rows, question.by, found.mg if found is not None else None)
 
-        # A busy host's year has hundreds of thousands of rows: they are summed while read, neither on the loop, which kernels
-        # wait for, nor in the thread that writes grants.
+        # A busy host's year has hundreds of thousands of rows. They are summed while they are read, but not on the loop, which kernels wait
+        # for, nor in the thread that writes grants.
         return await self._writer.read_aside(read), found, note
 
     async def _refresh(self) -> None:
-        """Write new figures, unless just done: readers must not keep the disk busy."""
+        """Write new figures, unless this was done just now, so that readers cannot keep the disk busy."""
         if time.monotonic() - self._fresh_s >= _FRESH_S:
             self._fresh_s = time.monotonic()
             self._metering.write()

@@ -5,7 +5,7 @@ from typing import Final
 from fractional_gpu.core.metering.tariffs import Basis, Tariff
 from fractional_gpu.core.units import plural
 
-_MOST_BANDS: Final = 4  # list at most this many; a pool may have many more
+_MOST_BANDS: Final = 4  # bands to list at most; a pool may have many more
 
 
 def charge_terms(tariff: Tariff) -> str:
@@ -25,7 +25,7 @@ def charge_terms(tariff: Tariff) -> str:
 
 
 def fraction_price(tariff: Tariff, fraction_milli: int) -> str:
-    """Return a fraction's price, such as `0.20 EUR per hour`, or its range over the week; empty if no price is set."""
+    """Return a fraction's price, such as `0.20 EUR per hour`, or its range over the week. Return "" if no price is set."""
     if not tariff.currency:
         return ""
     prices = {_of(price, fraction_milli) for price in (tariff.price_milli, *(one.price_milli for one in tariff.bands))}

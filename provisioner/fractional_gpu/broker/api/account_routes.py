@@ -1,4 +1,4 @@
-"""The routes for leases' use and costs. `broker.accounting.reports` decides which peer sees which figures."""
+"""The routes for the use and costs of leases. `broker.accounting.reports` decides which peer sees which figures."""
 
 import time
 from typing import Any
@@ -82,7 +82,7 @@ async def _advice(service: LeaseService, reader: Reader, query: UsageQuery) -> l
 async def _cost(call: Call[EmptyRequest]) -> Cost:
     service = call.service
     view = view_of(service.broker, call.kernel)
-    checked = Reader(administrator=True)  # may see the lease, so the query names it and its user
+    checked = Reader(administrator=True)  # the peer may see the lease, so the query names it and its user
     user: dict[str, str | int] = {"user": view.spec.owner, "seated": int(bool(view.spec.seat))}
     day_s, month_s = _beginnings()
     lease, carbon, note = await service.usage.answer(checked, ReportQuery((), 0, EVER_S, {"lease": view.spec.lease_id}))

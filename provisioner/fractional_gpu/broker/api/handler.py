@@ -1,7 +1,7 @@
-"""Serves every route of `protocol.routes`: identifies and authorizes the peer, decodes the request, audits and answers it.
+"""Serves every route of `protocol.routes`. Identifies and authorizes the peer, decodes the request, and audits and answers it.
 
 The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot forge them. Decoding is strict: a field that only
-newer clients know is an error that names both versions, never ignored.
+newer clients know is never ignored, but causes an error that names both versions.
 """
 
 import asyncio
@@ -61,14 +61,14 @@ class HandlerContext:
     service: LeaseService
     socket_path: str
     statuses: StatusStream
-    hears: bool  # the system can tell whether a peer has read the data
+    hears: bool  # whether the system can tell that a peer has read the data
     log_lines: TokenBucket
 
 
 class Call(Generic[Request]):
-    """One request, as passed to the function that serves its route. `about`: the lease, seat, device or pool in its path."""
+    """One request, as passed to the function that serves its route. `about` is the lease, seat, device or pool in the path."""
 
-    kernel: Kernel  # on a lease's routes: the peer may use it
+    kernel: Kernel  # only set on a lease's routes; the peer may use this kernel
 
     def __init__(self, handler: "Handler", about: str, body: Request) -> None:
         self.handler = handler
@@ -114,7 +114,11 @@ def serve(
     ],
     describe: Callable[[Call[Request]], Described | None] = _describe,
 ) -> None:
-    """Reply (None: `Done`), or stream lines until the client hangs up. `describe`: for the audit log; None: no entry."""
+    """Register the function that serves a route.
+
+    The function returns a reply, or None to reply with `Done`, or yields lines until the client hangs up. `describe` returns the entry for
+    the audit log, or None for no entry.
+    """
     _SERVED[route] = _RouteHandler(function, describe)
 
 
@@ -137,7 +141,7 @@ class Handler(web.RequestHandler):
         self.peer = replace(self.peer, acting_for=self._acting_for(admin=stream.admin))
         self.route, self._about = find_route(str(self.request.method), self.request.path)
         client = self.request.headers.get(VERSION_HEADER)
-        if client is not None and self.route is not routes.PING and (why := refusal(client=client)):  # ping answers any
+        if client is not None and self.route is not routes.PING and (why := refusal(client=client)):  # any may ping
             raise BadRequestError(why, reason="version")
         if self.route is None:
             raise self._no_route()
@@ -212,14 +216,14 @@ class Handler(web.RequestHandler):
             reply = _SERVED[route].function(call)
             if inspect.isawaitable(reply):
                 reply = await reply
-        # Only once the outcome is in the audit log.
+        # Reply only once the outcome is in the audit log.
         if isinstance(reply, Text):
             self.reply_with(*reply)
         else:
             self.reply(Done() if reply is None else reply)
 
     async def _answer_within(self, route: Route[Any, Any], call: Call[Any], wait_s: int) -> None:
-        """Reply with the last line alone, within `wait_s`: `Prefer: wait=N` of RFC 7240."""
+        """Reply with only the last line, within `wait_s` seconds, as `Prefer: wait=N` of RFC 7240 asks."""
         if call.body.hold or call.body.watch:
             raise BadRequestError(
                 "`hold` and `watch` need a streamed reply; leave them out, or leave out the Prefer header"
@@ -245,7 +249,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
-        """Audit an administrator's action and its outcome, except actions that users may take on their own leases."""
+        """Audit an administrator's action and its outcome, unless users may take this action on their own leases."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described
@@ -294,7 +298,7 @@ class Handler(web.RequestHandler):
             self._writes = False
 
     def keep_alive(self) -> bool:
-        """Write an empty command, unless a line is being written: a second flush would orphan the first one's future."""
+        """Write an empty command, unless a line is being written. A second flush would orphan the future of the first."""
         if self._writes or self.stream.closed() or self.stream.writing():
             return False
         self.write(_KEEP_ALIVE)
@@ -302,7 +306,7 @@ class Handler(web.RequestHandler):
         return True
 
     def is_read(self) -> bool | None:
-        """Return whether the peer has read everything we wrote; None if the operating system cannot tell."""
+        """Return whether the peer has read everything that we wrote, or None if the operating system cannot tell."""
         if not self.shared.hears or self.stream.socket is None:
             return None
         return not (self.stream.writing() or unread(self.stream.socket))

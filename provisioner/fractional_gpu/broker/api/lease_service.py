@@ -1,9 +1,10 @@
-"""The API's work on leases, without HTTP: creating, attaching, ending, and the gate's stream.
+"""The API's work on leases, without HTTP: creating, attaching and ending them, and the gate's stream.
 
-It verifies clients' claims: a pid must have the peer's uid, the stated start time and the lease's id in its environment; a connection must
-be loopback. A lease's token opens its own routes, a seat's token the seat's leases and revoked ones of its user. Without a token, a uid
-controls its own leases, except of a hub's seats, since containers share uids. Root, the broker's uid and the configured group control all.
-A lease that the peer may not see is "not found": whether it exists is not disclosed.
+The service verifies what clients claim. A process must have the peer's uid, the stated start time, and the lease's id in its environment. A
+connection must use the loopback interface. A lease's token opens that lease's routes. A seat's token opens the leases of the seat and the
+revoked leases of its user. Without a token, a uid controls its own leases, but not those of a hub's seats, because containers share uids.
+Root, the broker's uid and the configured group control all leases. If the peer may not see a lease, the answer is "not found", so that it
+does not learn whether the lease exists.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ log = logging.getLogger(__name__)
 
 _START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # how long a new lease waits while the user's other kernels start
 _LONGEST_REASON = 300
-_MEASURE_PATIENCE_S = 2.0  # for a sample before an answer
+_MEASURE_PATIENCE_S = 2.0  # how long to wait for a sample before answering
 
 Refresh = Callable[[], Coroutine[None, None, None]]
 
@@ -100,7 +101,7 @@ class LeaseService:
         self._refreshing: set[asyncio.Task[None]] = set()
 
     async def measure_now(self) -> None:
-        """Sample the devices before an answer. Wait at most `_MEASURE_PATIENCE_S` for a slow driver."""
+        """Sample the devices before answering. Wait at most `_MEASURE_PATIENCE_S` for a slow driver."""
         if self.refresh is not None:
             task = asyncio.create_task(self.refresh())
             self._refreshing.add(task)
@@ -108,10 +109,10 @@ class LeaseService:
             await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may control it. `own` routes need the lease's token.
+        """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
 
-        A process whose token file is gone is recognized by its place in the kernel's process tree. To its own kernel, a lease
-        is over once it is being evicted, or lives only for processes left behind. Raises NotFoundError, UnauthorizedError,
+        A process whose token file is gone is recognized by its place in the kernel's process tree. For the kernel itself, the lease is over
+        once it is being evicted, or once only processes that the kernel left behind keep it alive. Raises NotFoundError, UnauthorizedError,
         ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
@@ -142,14 +143,20 @@ class LeaseService:
         return kernel.requests.evictions > 0 or (kernel.ending.released and own)
 
     def _may_see(self, peer: Peer, kernel: Kernel) -> bool:
-        """Return whether the lease is the peer's. A hub seat's lease takes more than the uid: containers share uids."""
+        """Return whether the peer may see the lease.
+
+        The uid alone does not prove this for a hub seat's lease, because containers share uids.
+        """
         if peer.admin or peer.credentials.uid != kernel.uid:
             return peer.admin
         view = self.broker.arbiter.lease(kernel.lease_id)
         return peer.token is not None or view is None or not view.spec.seat
 
     def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
-        """Return whether the peer is a process of this kernel, not of a kernel below it. `or_parent`: or the kernel's parent."""
+        """Return whether the peer is a process of this kernel, but not of a kernel that this one started.
+
+        With `or_parent`, the kernel's parent counts, too.
+        """
         identity, pid = kernel.identity, peer.credentials.pid
         if identity is None or peer.credentials.uid != kernel.uid:
             return False
@@ -160,7 +167,7 @@ class LeaseService:
             return False
 
     def _is_token_of(self, peer: Peer, token: str, kernel: Kernel, *, own: bool) -> bool:
-        """Return whether it is the lease's token or, unless the route is `own`, the token of the lease's seat."""
+        """Return whether `token` is the lease's token or, unless the route is `own`, the token of the lease's seat."""
         digest = token_digest(token)
         # A lease restored without a record has no digest yet: accept the first token from a process of the kernel or its parent.
         if not kernel.token_sha256 and self._is_of(peer, kernel, or_parent=True):
@@ -172,7 +179,7 @@ class LeaseService:
         return not own and view is not None and self.seats.draws.opens(token, view)
 
     async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
-        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. After a cancellation the lease expires."""
+        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. If cancelled, the lease expires."""
         broker, uid = self.broker, peer.credentials.uid
         launch = Launch(server=server_of(peer), command=request.kind == COMMAND, claim=request.kind == CLAIM)
         if launch.claim:
@@ -181,7 +188,7 @@ class LeaseService:
         await self._let_others_start(peer, request)
         spec = self.seats.draws.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
         self._check_count(spec)
-        if not spec.seat:  # a seat's kernels may start until the seat ends
+        if not spec.seat:  # kernels of a seat may start until the seat ends
             self.seats.budgets.check(party_of(spec))
         token = secrets.token_urlsafe(32)
         kernel = Kernel(
@@ -194,7 +201,7 @@ class LeaseService:
             launch=launch,
         )
         broker.kernels[spec.lease_id] = kernel
-        # A command is attached before it runs, and waits then (`acquire`), with its place and the reason.
+        # A command is attached before it runs. It waits then (`acquire`), and is shown its place and the reason.
         reserves = not spec.gated and request.kind == KERNEL
         event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=reserves)
         for effect in broker.dispatch(event):
@@ -216,7 +223,7 @@ class LeaseService:
         device_id = await self._reserve_now(kernel, request.wait_ms) if reserves else None
         kernel.launch.started_on = () if device_id is None else view_of(broker, kernel).device_ids
         pool = broker.arbiter.pools()[spec.pool]
-        # A kernel without our extension is not started by code of ours that could make the job.
+        # Without our extension, no code of ours that could create the job starts the kernel.
         starts_job = pool.checkpoint_children and (spec.gated or kernel.launch.command)
         kernel.launch.in_job = starts_job and any(device.saves_children for device in broker.devices.values())
         return LeaseReply(
@@ -246,7 +253,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if only the user's other starting kernels cause a refusal, as when JupyterLab restores a session."""
+        """Wait a moment if only the user's other starting kernels cause a refusal, as they do when JupyterLab restores a session."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
@@ -287,10 +294,11 @@ class LeaseService:
             await self.broker.survivors.end(kernel)
 
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
-        """End the kernel's processes and its lease: the only action that loses a kernel's state on purpose.
+        """End the kernel's processes and its lease. This is the only action that loses a kernel's state on purpose.
 
         Raises BadRequestError without `confirm`. If a process does not end, raises ConflictError and keeps the lease. Jupyter may start a
-        new kernel earlier: it gets another lease. After a cancellation the lease stays, but signalled processes still end.
+        new kernel before that; the new kernel gets another lease. If cancelled, the lease stays, but processes that were signalled still
+        end.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -305,7 +313,7 @@ class LeaseService:
         await self.end_kernel(who, kernel, f", to free the GPU{because}")
 
     async def end_kernel(self, who: str, kernel: Kernel, why: str) -> None:
-        """End the kernel's processes and its lease, and tell its successor who did it and why. Otherwise as `evict`."""
+        """End the kernel's processes and its lease, and tell its successor who did so and why. Otherwise this does the same as `evict`."""
         sentence = self._evictions.begin(kernel, who, why)
         try:
             await end_tree(self.broker, kernel)
@@ -371,8 +379,8 @@ class LeaseService:
         return json.dumps(request.connection)
 
     def _check_reservation(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Raise NoRoomError if a process without a gate has no reservation: it must not run without one."""
-        # A reservation for a lease without a process ends with the broker that made it: request it again.
+        """Raise NoRoomError if a process without a gate has no reservation, because it must not run without one."""
+        # The reservation of a lease without a process ends with the broker that made it, so request it again.
         self.broker.request_on_behalf(kernel)
         view = view_of(self.broker, kernel)
         elsewhere = bool(kernel.launch.started_on) and view.device_ids != kernel.launch.started_on
@@ -386,14 +394,14 @@ class LeaseService:
     async def detach(self, kernel: Kernel) -> None:
         """Detach the ended process from the lease.
 
-        Returns once any processes left behind are known. If cancelled, the search continues.
+        Returns once all processes left behind are known. If cancelled, the search for them continues.
         """
         if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
-        """Accept the extension's stream, replacing an older one, and send the gate the command for the lease's state."""
+        """Accept the extension's stream in place of an older one, and send the gate the command that fits the lease's state."""
         link = kernel.connect_gate(time.monotonic(), hello.inputs)
         view = view_of(self.broker, kernel)
         if not hello.open:

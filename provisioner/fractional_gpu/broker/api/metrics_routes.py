@@ -1,7 +1,7 @@
-"""The metrics for Prometheus: on the broker's socket, and by TCP if an administrator configured an address.
+"""Serves the metrics for Prometheus on the broker's socket, and over TCP if an administrator configured an address.
 
-Any process that can connect to the socket may call `GET /v1/metrics`, and any host that reaches the address `GET /metrics`. Both return
-totals without user names. `c.GPUBroker.metrics_users` adds sums by user, for the address and for administrators.
+Any process that can connect to the socket may call `GET /v1/metrics`, and any host that reaches the address may call `GET /metrics`. Both
+return totals without user names. If `c.GPUBroker.metrics_users` is set, the address and administrators also get sums by user.
 """
 
 import logging
@@ -74,7 +74,7 @@ BOOK_METRICS = (
 
 
 def register_collectors(service: LeaseService, server: Server) -> None:
-    """Add the books, the meter and the process to the broker's registry, and users to the full one if configured."""
+    """Add the collectors of the books, the meter and the process to the broker's registry. Add users to the full one if configured."""
     metrics, counters, terms = service.broker.metrics, service.broker.usage_counters, service.seats.forecasts.hub
     metrics.wait_target_ms = lambda pool: terms(pool).wait_target
     metrics.registry.register(BooksCollector(service, server.connections))
@@ -128,7 +128,7 @@ def listen(registry: CollectorRegistry, address: tuple[str, int]) -> HTTPServer 
         remedy = "free the port or change c.GPUBroker.metrics_address"
         log.error("cannot serve metrics on %s, port %d: %s; %s", host, port, error, remedy)  # noqa: TRY400 - a traceback adds nothing
         return None
-    # Scrapes, one every few seconds, stay out of the log.
+    # Scrapes come every few seconds, so they are not logged.
     application = web.Application([(".*", _ByTCP, {"registry": registry})], log_function=lambda _handler: None)
     server = _LimitedServer(
         application,

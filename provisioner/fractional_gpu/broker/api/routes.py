@@ -1,4 +1,4 @@
-"""The function behind each route, and the server with all routes. The route table and `handler` decide who may call it."""
+"""The function behind each route, and the server with all routes. The route table and `handler` decide who may call a route."""
 
 import logging
 import os

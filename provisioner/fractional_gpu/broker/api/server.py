@@ -1,10 +1,10 @@
-"""The HTTP server under the routes: what a connection may send, and when the server reads it.
+"""The HTTP server below the routes. It limits what a connection may send, and decides when to read it.
 
-The server decides by a request's head whether to refuse it (too large, unknown length, account long overdrawn). It then replies at once and
-never reads the body. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once its reserve is spent,
-nothing is read from its connections. A user has few connections, and more for each lease with a process; an extra one waits a moment, gets
-one reply and is closed. Administrators still get a descriptor when users have used up theirs. Connections that make no progress in time are
-closed.
+The head of a request tells the server whether to refuse it (if it is too large, has no known length, or its account has long been
+overdrawn). The server then replies at once and never reads the body. Otherwise the request's account (`cost.Account`) waits for its turn
+and pays before the body is read. Once the account's reserve is spent, nothing is read from its connections. Each user may have a few
+connections, and more for each lease with a process. A connection beyond that waits a moment, gets one reply and is closed. Administrators
+still get a descriptor when users have used up theirs. Connections that make no progress in time are closed.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # beyond this the connection is c
 READ_AT_ONCE = 16 * 1024  # bytes buffered for a connection that waits for its turn
 _WARNINGS_PER_S = 1 / 60  # log lines about one user's connections
 _PAUSE_S = 0.5
-_READS_AT_ONCE = 16  # in one pass of the loop; IOStream reads on while there is data, even a byte at a time
+_READS_AT_ONCE = 16  # in one pass of the loop; IOStream continues to read while there is data, even a byte at a time
 _ACCEPTED_AT_ONCE = 8  # connections in one pass of the loop, so that a flood of them delays no other work
 _LONGEST_NUMBER = 18  # digits
 
@@ -106,7 +106,7 @@ def find_route(method: str, path: str) -> tuple[Route[Any, Any] | None, str]:
 
 
 class Payers:
-    """Decides who pays for a request: the seat proven by its token or the peer's control group, else the peer's user."""
+    """Decides who pays for a request. If its token or the peer's control group proves a seat, the seat pays, and otherwise the user."""
 
     def __init__(self, broker: Broker, seats: Seats) -> None:
         self._broker = broker
@@ -152,7 +152,7 @@ class Payers:
 
 
 def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", seconds: float) -> None:
-    """Cut off a peer that does not read its reply in time, to free the reply's memory."""
+    """Close the connection of a peer that does not read its reply in time, to free the reply's memory."""
 
     def close() -> None:
         if not taken.done():
@@ -163,7 +163,7 @@ def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", se
 
 
 class MeteredStream(iostream.IOStream):
-    """A connection that charges its account for reading, and is not read while the account's reserve is spent."""
+    """A connection that charges its account for each read. It is not read while the account's reserve is spent."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class MeteredStream(iostream.IOStream):
         self._reads = 0  # in this pass of the loop
 
     def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
-        """Read as IOStream does, or nothing while the account is spent or after `_READS_AT_ONCE` reads in one pass of the loop."""
+        """Read as IOStream does, but return None while the account is spent or after `_READS_AT_ONCE` reads in one pass of the loop."""
         self._reads += 1
         if self._reads > _READS_AT_ONCE or self.account.is_spent:
             return None
@@ -190,7 +190,7 @@ class MeteredStream(iostream.IOStream):
 
     def _handle_events(self, fd: int | Any, events: int) -> None:  # noqa: ANN401 - tornado's own
         if self.account.is_spent:
-            # Unread data keeps the descriptor readable, and the loop would report it in each pass.
+            # Unread data keeps the descriptor readable, so the loop would report it in each pass.
             self.io_loop.update_handler(fd, 0)
             self.account.when_recovered(self._listen_again)
             return
@@ -231,7 +231,7 @@ class _Admission(httputil.HTTPMessageDelegate):
         except FractionalGPUError as error:
             self._refuse(error)
             return
-        # The body is JSON, whatever its declared type: Tornado would parse form data.
+        # The body is JSON, whatever type it declares. Tornado would parse form data.
         headers.pop("Content-Type", None)
         self._passed = True
         future = self._request.headers_received(start_line, headers)
@@ -324,7 +324,7 @@ class Server(HTTPServer):
         super().initialize(*args, **kwargs)
 
     def _handle_connection(self, connection: socket.socket, address: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Take or refuse a connection. Refusing must be cheap: a user with too many retries as soon as one is refused."""
+        """Accept or refuse a connection. A refusal must be cheap, because a user with too many connections retries at once."""
         try:
             credentials = peer_credentials(connection)
             admin = is_admin(connection, credentials, self._admin_gid)
@@ -361,7 +361,7 @@ class Server(HTTPServer):
         account.charge(COST_CONNECTION_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
-        """Refuse a connection at its account's turn, after a pause: a quick refusal would only bring the next attempt."""
+        """Refuse a connection at its account's turn and after a pause. The client would answer a quick refusal with a new attempt."""
         try:
             await asyncio.sleep(COST_WAIT_S)
             await account.turn()
@@ -410,7 +410,10 @@ class Server(HTTPServer):
 
 
 class PausingListener(socket.socket):
-    """Pauses for `_PAUSE_S` if no descriptor is free. Otherwise the loop would retry at once, and fill a core and the log."""
+    """A listener that pauses for `_PAUSE_S` if no descriptor is free.
+
+    Otherwise the loop would retry at once, and fill a core and the log.
+    """
 
     _paused: object | None = None
     _accepted = 0  # in this pass of the loop
@@ -422,7 +425,10 @@ class PausingListener(socket.socket):
         return pausing
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises BlockingIOError after enough in a row, or if no descriptor is free, and then pauses."""
+        """Accept a connection.
+
+        Raises BlockingIOError after enough connections in a row. If no descriptor is free, raises it, too, and pauses.
+        """
         if self._accepted == _ACCEPTED_AT_ONCE:
             self._accepted = 0
             raise BlockingIOError(errno.EAGAIN, "enough for one turn")
@@ -448,7 +454,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Discard queries about the claim's holder: the system answers them only while the backlog has room."""
+    """Discard queries about the holder of the claim. The system answers such queries only while the backlog has room."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:
