@@ -1,1 +1,1 @@
-"""The boundary to devices: one interface, NVIDIA's devices, the simulated GPU, and the checkpoint worker."""
+"""The boundary to devices: the interface, its implementations for NVIDIA and simulated devices, and the checkpoint worker."""

@@ -1,8 +1,8 @@
 """Tries a checkpoint and a restore on our own child process, because only a real CUDA process shows what the driver permits here.
 
-For the doctor and a starting broker. It touches no other process, limits the time of each step, and kills the child (`probe_process`) at
-the end. The result includes the memory that the monitor counts for the child: if devices do not count memory under the pids that the
-broker sees, it cannot know what a suspend needs.
+The doctor and a starting broker use this. It touches no other process, limits the time of each step, and kills the child
+(`probe_process`) at the end. The result includes the memory that the monitor reports for the child. If devices do not report memory under
+the pids that the broker sees, the broker cannot know how much host memory a suspend needs.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, identify
 
 PHASES: Final = ("lock", "checkpoint", "restore", "unlock")
-_START_S: Final = 60.0  # of the probe process: starting the driver takes seconds
+_START_S: Final = 60.0  # the limit for starting the probe process, because starting the driver takes seconds
 _ANSWER_S: Final = 20.0
 _LOCK_MS: Final = 10_000
 _COPY_S: Final = 60.0
@@ -31,7 +31,7 @@ _NO_RIGHTS: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class LimitTrial:
-    """`why_not`: why the driver enforces no limits, or "". `is_told`: a process sees its group's limit as the device's size."""
+    """`why_not` says why the driver enforces no limits, or is "". With `is_told`, a process sees its group's limit as the device's size."""
 
     why_not: str = ""
     is_told: bool = False
@@ -39,24 +39,24 @@ class LimitTrial:
 
 @dataclass(slots=True)
 class TrialResult:
-    """Memory in MiB, phases in microseconds. `wrong` is a sentence about the failure, empty after a success."""
+    """The result of a trial. `wrong` is a sentence that describes the failure, or "" after a success."""
 
     phases_us: dict[str, int] = field(default_factory=dict)
-    before_mib: int | None = None  # None: the device did not count it
+    before_mib: int | None = None  # the process's memory before the checkpoint; None if the device did not report it
     left_mib: int | None = None  # the process's memory while it was checkpointed
     wrong: str = ""
-    code: GPUErrorCode | None = None  # of the failed device operation
-    not_tried: str = ""  # a sentence, if there was no trial
-    limit: LimitTrial | None = None  # of a memory limit, if that was tried, too
+    code: GPUErrorCode | None = None  # the error code of the device operation that failed
+    not_tried: str = ""  # a sentence that explains why there was no trial
+    limit: LimitTrial | None = None  # the result for a memory limit, if one was tried
 
 
 async def try_checkpoint(
     worker: WorkerLink, monitor: Monitor, device_id: str, *, exempt_pids: set[int] | None = None
 ) -> TrialResult:
-    """Try a checkpoint. Takes seconds, or minutes if the driver hangs. Cancellation kills the probe process.
+    """Try a checkpoint. This takes seconds, or minutes if the driver hangs. Cancellation kills the probe process.
 
-    `exempt_pids` has the probe process's pid while it lives. A driver's failure, a full device, a missing permission and a lack of host
-    memory are returned, not raised.
+    `exempt_pids` contains the pid of the probe process while that process lives. A driver failure, a full device, a missing permission or
+    a lack of host memory is returned, not raised.
     """
     result = TrialResult()
     try:
@@ -66,7 +66,7 @@ async def try_checkpoint(
         result.wrong, result.code = str(error), error.code
     except TimeoutError:
         result.wrong = "the process did not answer in time"
-    except (OSError, RuntimeError) as error:  # RuntimeError: also if no thread can watch it
+    except (OSError, RuntimeError) as error:  # RuntimeError also if no thread can be started to watch the process
         result.wrong = str(error)
     return result
 
@@ -92,7 +92,7 @@ async def _move_out_and_back(
 
 
 async def ask_probe(process: asyncio.subprocess.Process, command: str) -> str:
-    """Return the probe process's answer, or "" if it has ended. Raises TimeoutError, RuntimeError."""
+    """Return the probe process's answer, or "" if the process has ended. Raises TimeoutError or RuntimeError."""
     if process.stdin is None:
         raise RuntimeError("the process has no standard input")
     process.stdin.write(f"{command}\n".encode())

@@ -1,11 +1,13 @@
 """The environment in which the checkpoint worker and the probe process start the CUDA driver.
 
-A broker may inherit variables that change the driver from a kernel, a job or a container. The worker gets none of them: `CUDA_*` (visible
-devices, MPS, injected libraries, HAMi-core's limits), profilers, under which the driver does not checkpoint (`NVTX_INJECTION*`,
-`NSYS_*`, `CUPTI_*`), and preloaded libraries (`LD_PRELOAD`, `LD_AUDIT`).
+From a kernel, a job or a container, a broker may inherit variables that change how the driver behaves. The worker gets none of these:
 
-A process also becomes an MPS client if a control daemon serves the default folder. The driver does without MPS if it cannot connect, so
-`CUDA_MPS_PIPE_DIRECTORY` names a folder that cannot exist: nothing can be created in /proc.
+- `CUDA_*`, which select devices, MPS, injected libraries and HAMi-core's limits;
+- `NVTX_INJECTION*`, `NSYS_*` and `CUPTI_*`, which load profilers, under which the driver does not checkpoint;
+- `LD_PRELOAD` and `LD_AUDIT`, which preload libraries.
+
+A process also becomes an MPS client if an MPS control daemon serves the default folder. If the driver cannot connect to a daemon, it works
+without MPS. So `CUDA_MPS_PIPE_DIRECTORY` is set to a folder that cannot exist, because no folder can be created in /proc.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -13,7 +15,7 @@ from typing import Final
 
 PRELOAD: Final = "LD_PRELOAD"
 PRELOADED_FOR_US: Final = "JUPYTER_GPU_PRELOAD"
-"""Names the library that the broker put into PRELOAD for the sharing mode of a pool, so that no process of this package inherits it."""
+"""This variable names the library that the broker added to PRELOAD for a pool's sharing mode, so that our processes do not inherit it."""
 
 _PREFIXES: Final = ("CUDA_", "CUPTI_", "NSYS_", "NVTX_INJECTION")
 _NAMES: Final = frozenset({PRELOAD, "LD_AUDIT"})
@@ -26,7 +28,7 @@ def cleaned(environment: Mapping[str, str], *, keep: Mapping[str, str] | None = 
 
 
 def clean(environment: MutableMapping[str, str], *, keep: tuple[str, ...] = ()) -> None:
-    """Clean this process's environment before the driver starts. Libraries already preloaded stay: only `cleaned` keeps them out."""
+    """Clean this process's environment before the driver starts. This cannot remove libraries that are already preloaded; see `cleaned`."""
     for name in [name for name in environment if _affects_driver(name) and name not in keep]:
         del environment[name]
     environment.update(NO_MPS)

@@ -1,7 +1,7 @@
-"""The boundary to devices: the operations that the broker needs from any kind of GPU.
+"""The operations that the broker needs from any kind of GPU.
 
-It has two halves: a `Monitor` (quick reads, used by the broker) and a `Checkpointer` (controls other processes' CUDA state, used only by
-the checkpoint worker). The NVIDIA and the simulated implementation behave alike, including their error codes.
+The interface has two halves. The broker reads devices through a `Monitor`. Only the checkpoint worker uses a `Checkpointer`, which controls
+the CUDA state of other processes. The NVIDIA and the simulated implementations behave alike and raise the same error codes.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from typing import Protocol
 
 
 class GPUErrorCode(StrEnum):
-    """Driver errors that callers handle, with CUDA's numbers."""
+    """The driver errors that callers handle. The comments give CUDA's error numbers."""
 
     OUT_OF_MEMORY = "out-of-memory"  # 2
     NOT_INITIALIZED = "not-initialized"  # 3: not a CUDA process
     OPERATING_SYSTEM = "operating-system"  # 304
     ILLEGAL_STATE = "illegal-state"  # 401
-    NOT_READY = "not-ready"  # 600: lock timed out, process still running
+    NOT_READY = "not-ready"  # 600: the lock timed out and the process is still running
     NOT_PERMITTED = "not-permitted"  # 800
     NOT_SUPPORTED = "not-supported"  # 801
-    SYSTEM_NOT_READY = "system-not-ready"  # 802: a driver service is still starting (an HGX host's fabric manager)
+    SYSTEM_NOT_READY = "system-not-ready"  # 802: a driver service, such as the fabric manager, is still starting
     NO_SUCH_PROCESS = "no-such-process"
-    WRONG_IDENTITY = "wrong-identity"  # the pid is alive but is another process
+    WRONG_IDENTITY = "wrong-identity"  # another process now has this pid
     NO_SUCH_DEVICE = "no-such-device"
     DEVICE_LOST = "device-lost"
     TARGET_STOPPED = "target-stopped"  # the process is stopped (SIGSTOP) or held by a debugger, and cannot answer
@@ -33,7 +33,7 @@ class GPUErrorCode(StrEnum):
 
 
 class GPUError(Exception):
-    """A device operation failed. `code` is for programs, the message for people."""
+    """A device operation failed. Programs should use `code`; the message is for people."""
 
     def __init__(self, code: GPUErrorCode, message: str) -> None:
         super().__init__(message)
@@ -41,22 +41,22 @@ class GPUError(Exception):
 
 
 class ProcessState(StrEnum):
-    """A process's checkpoint state: CUDA's states, and some of our own."""
+    """The checkpoint state of a process: one of CUDA's states, or one that we added."""
 
-    NO_CONTEXT = "no-context"  # not a CUDA process (or none yet)
+    NO_CONTEXT = "no-context"  # not a CUDA process, or not yet
     RUNNING = "running"  # 0
     LOCKED = "locked"  # 1
     CHECKPOINTED = "checkpointed"  # 2
     FAILED = "failed"  # 3
-    CHECKPOINTING = "checkpointing"  # 4, newer drivers
-    RESTORING = "restoring"  # 5, newer drivers
-    GONE = "gone"  # no such process
-    UNKNOWN = "unknown"  # a state this version does not know
+    CHECKPOINTING = "checkpointing"  # 4, with newer drivers
+    RESTORING = "restoring"  # 5, with newer drivers
+    GONE = "gone"  # there is no such process
+    UNKNOWN = "unknown"  # a state that this version does not know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """One device. Memory in MiB."""
+    """A device: a GPU or a MIG instance."""
 
     device_id: str  # UUID
     index: int
@@ -64,9 +64,9 @@ class DeviceInfo:
     memory_mib: int
     simulated: bool
     checkpointable: bool
-    why_not: str = ""  # a sentence; empty if checkpointable
-    saves_children: bool = False  # a process with forked children can be saved, if it started in a checkpoint job
-    why_no_move: str = ""  # why saved state cannot move to another device, a sentence; empty: it can
+    why_not: str = ""  # a sentence that explains why the device is not checkpointable, or ""
+    saves_children: bool = False  # a process that started in a checkpoint job can be saved with its forked children
+    why_no_move: str = ""  # a sentence that explains why saved state cannot move to another device, or ""
 
 
 class ProcessKind(StrEnum):
@@ -79,7 +79,7 @@ class ProcessKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUse:
-    """Device memory charged to one process, context included, MiB."""
+    """The device memory of one process, in MiB. This includes its CUDA context."""
 
     pid: int
     used_mib: int
@@ -88,7 +88,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """A device's current use, in MiB; `memory_mib` is the total available to processes."""
+    """The current memory use of a device, in MiB. `memory_mib` is the total that processes can use."""
 
     device_id: str
     memory_mib: int
@@ -98,98 +98,107 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """The processes that worked on a device. Times are microseconds since boot, which setting the wall clock does not change."""
+    """The processes that worked on a device. Times are in microseconds since boot, so setting the wall clock does not change them."""
 
-    known_until_us: int  # reports work up to then
-    settle_us: int  # work may be reported as running for this long after its end
-    worked_us: Mapping[int, int]  # by pid: when it last worked
+    known_until_us: int  # the end of the period that the device has reported
+    settle_us: int  # a device may report work as running for this long after the work has ended
+    worked_us: Mapping[int, int]  # when each process last worked, by pid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUtilisation:
-    """The mean use of a device, in thousandths. Times in microseconds since boot."""
+    """The mean utilisation of a device, in thousandths. Times are in microseconds since boot."""
 
-    since_us: int  # the period that is known; the next one begins at its end
+    since_us: int  # the reported period; the next one begins at `until_us`
     until_us: int
     settle_us: int  # figures may include this much time before the period
-    by_pid: Mapping[int, int] | None = None  # missing processes used nothing; None: not known by process
-    device_milli: int | None = None  # of all processes, maybe only in the last moments; None: unknown
+    by_pid: Mapping[int, int] | None = None  # None if unknown; processes that are not listed did not use the device
+    device_milli: int | None = None  # the use by all processes, perhaps only in the last moments; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSensors:
-    """Other readings of a device, None if it does not report them. Power and energy are the whole device's."""
+    """Other readings of a device. A reading is None if the device does not report it. Power and energy cover the whole device."""
 
     busy_percent: int | None = None  # in the last second or less
     temperature_c: int | None = None
-    power_mw: int | None = None  # now, or in the last second
-    energy_mj: int | None = None  # used since the driver loaded (simulated: the monitor opened)
+    power_mw: int | None = None  # the current value, or the mean of the last second
+    energy_mj: int | None = None  # since the driver was loaded; for a simulated device, since the monitor was opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """A control group's limit on a device and its current use, contexts included, in MiB."""
+    """A control group's memory limit on a device and its current use, in MiB. The use includes CUDA contexts."""
 
     hard_mib: int
     used_mib: int
 
 
 class Monitor(Protocol):
-    """Reads devices. Methods block for at most milliseconds on healthy hardware; the broker calls them off its loop."""
+    """Reads devices. Methods block for at most milliseconds on healthy hardware, and the broker calls them outside its event loop."""
 
     @property
     def kind(self) -> str:
-        """`simulated`, `nvidia`, or another package's kind. Every screen says if devices are `simulated`."""
+        """The kind of device: `simulated`, `nvidia`, or a kind from another package. Every screen says if devices are `simulated`."""
 
     def devices(self) -> list[DeviceInfo]:
-        """Return the devices, if any. Raises GPUError."""
+        """Return all devices; the list may be empty. Raises GPUError."""
 
     def use(self, device_id: str) -> DeviceUse:
-        """Return which processes use the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
+        """Return how much memory is in use, and by which processes. Raises GPUError (NO_SUCH_DEVICE or DEVICE_LOST)."""
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
-        """Return which processes worked on the device since `since_us`, or None if unreported. Raises GPUError."""
+        """Return which processes worked on the device since `since_us`, or None if the device does not report it. Raises GPUError."""
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
-        """Return how much of the device each process used since `since_us`, or None if unreported. Raises GPUError.
+        """Return how much of the device each process used since `since_us`, or None if the device does not report it. Raises GPUError.
 
-        For consecutive periods, pass the previous answer's `until_us`.
+        To read consecutive periods, pass `until_us` of the previous result.
         """
 
     def sensors(self, device_id: str) -> DeviceSensors:
         """Return the utilisation, temperature, power and energy that the device reports. Raises GPUError."""
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
-        """Return the variables that a kernel needs to see this device (None: it may get one later)."""
+        """Return the environment variables with which a kernel sees this device. Pass None for a kernel that gets its device later."""
 
     def close(self) -> None:
-        """Release everything."""
+        """Close the connection to the devices."""
 
 
 class MemoryLimits(Protocol):
-    """Memory limits of control groups, enforced by the driver. `group`: its path from the hierarchy's root, on the host."""
+    """Memory limits on control groups, enforced by the driver. `group` is the group's path on the host, from the root of the hierarchy."""
 
     def set(self, device_id: str, group: str, mib: int | None) -> None:
-        """Set the group's limit on the device; None removes it. Raises GPUError."""
+        """Set the group's limit on the device, or remove it if `mib` is None. Raises GPUError."""
 
     def read(self, device_id: str, group: str) -> MemoryLimit | None:
         """Return the group's limit on the device, or None if it has none. Raises GPUError."""
 
 
 class Checkpointer(Protocol):
-    """Controls other processes' CUDA state. Every call blocks; only the checkpoint worker makes them, one at a time."""
+    """Controls the CUDA state of other processes. Every call blocks. Only the checkpoint worker makes these calls, one at a time."""
 
     def state(self, pid: int) -> ProcessState:
-        """Return the driver's state of the process. Raises GPUError."""
+        """Return the process's checkpoint state, as the driver reports it. Raises GPUError."""
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """RUNNING -> LOCKED. Raises GPUError NOT_READY if work did not drain in time (still RUNNING)."""
+        """Change the state from RUNNING to LOCKED.
+
+        Raises GPUError. If the process's work does not finish in time, the code is NOT_READY and the process is still RUNNING.
+        """
 
     def checkpoint(self, pid: int) -> None:
-        """LOCKED -> CHECKPOINTED: device memory moves to host memory. Raises GPUError; then the process may be broken."""
+        """Change the state from LOCKED to CHECKPOINTED and move device memory to host memory.
+
+        Raises GPUError. The process may then be broken.
+        """
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
-        """CHECKPOINTED -> LOCKED; `moves` maps old to new device ids. Out of memory here is fatal to the process."""
+        """Change the state from CHECKPOINTED to LOCKED. `moves` maps old device ids to new ones.
+
+        Raises GPUError. If the device has too little memory, the process is lost.
+        """
 
     def unlock(self, pid: int) -> None:
-        """LOCKED -> RUNNING. Raises GPUError."""
+        """Change the state from LOCKED to RUNNING. Raises GPUError."""

@@ -1,6 +1,6 @@
 """Tries a memory limit on our own child process, to see whether the driver enforces a control group's limit on a device.
 
-The child runs in a separate control group below the broker's. It must be able to allocate below the limit, and not past it.
+The child runs in a separate control group below the broker's. It must be able to allocate memory up to the limit, but not beyond it.
 """
 
 import os
@@ -19,7 +19,7 @@ from fractional_gpu.host.own_group import group_of_self
 async def try_memory_limit(
     worker: WorkerLink, monitor: Monitor, device_id: str, device_mib: int, *, exempt_pids: set[int] | None = None
 ) -> LimitTrial:
-    """Try a limit. Takes seconds. Cancellation kills the child and removes its group with the limit."""
+    """Try a limit. This takes seconds. Cancellation kills the child and removes its group, which removes the limit, too."""
     try:
         with _group() as (group, folder):
             await worker.set_limit(device_id, group, device_mib)
@@ -47,7 +47,7 @@ async def try_memory_limit(
 
 @contextmanager
 def _group() -> Iterator[tuple[str, str]]:
-    """Create a control group below our own for the duration of the block. Raises OSError, RuntimeError."""
+    """Create a control group below our own for the duration of the block. Raises OSError or RuntimeError."""
     mount = next((one for one in mounts() if one.version == 2), None)
     own = group_of_self()
     folder = mount.folder(own) if mount is not None and own is not None else None

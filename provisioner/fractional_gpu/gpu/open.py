@@ -1,7 +1,7 @@
-"""Opens devices by the name of their backend: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` of another package.
+"""Opens devices by the name of their backend: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` for a kind from another package.
 
-Another package adds a kind of device with an entry point in the group `fractional_gpu.devices`: its name is the kind's, its target a
-`DeviceKind`. Only the named backend is imported.
+Another package adds a kind of device with an entry point in the group `fractional_gpu.devices`. The entry point has the name of the kind,
+and its target is a `DeviceKind`. Only the named backend is imported.
 """
 
 from typing import Final, Protocol
@@ -25,12 +25,12 @@ class DeviceKind(Protocol):
 
 
 def backend_name(device_kind: str) -> str:
-    """Return the backend for the setting `device_kind`; "" and `nvidia` mean NVIDIA devices."""
+    """Return the name of the backend for the setting `device_kind`. "" and `nvidia` mean NVIDIA devices."""
     return NVIDIA if device_kind in ("", NVIDIA) else f"{_KIND}{device_kind}"
 
 
 def open_monitor(backend: str) -> Monitor:
-    """Open the devices for reading. Raises GPUError: NOT_SUPPORTED for an unknown name, others if opening fails."""
+    """Open the devices for reading. Raises GPUError. The code is NOT_SUPPORTED if no backend has this name."""
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor  # noqa: PLC0415 (see above)
 

@@ -2,10 +2,15 @@
 
 python -P -m fractional_gpu.gpu.probe_process nvidia|simulated [GROUP]
 
-It joins the control group (a folder), if one is given. It prints `ready` when it has filled its memory, or one line that begins with
-`failed`. For each line on standard input it reads its memory back and prints `intact` or `changed`; for `grow` it allocates as much again
-and prints `grown` or `full`, for `size` the device's MiB as it sees them. It exits at end of input. In between it makes no CUDA call, so a
-lock does not block it. It drops variables that change the driver: the trial is about the machine, not the broker's environment.
+If GROUP (the folder of a control group) is given, the process first joins that group. It then allocates and fills device memory, and
+prints `ready`, or one line that begins with `failed`. It answers each line on standard input:
+
+- `grow`: it allocates the same amount again, and prints `grown` or `full`;
+- `size`: it prints the device memory that it sees, in MiB;
+- any other line: it reads its memory back and prints `intact` or `changed`.
+
+It exits at the end of the input. Between two lines it makes no CUDA calls, so a lock does not block it. It drops environment variables that
+change the driver, because the trial should depend on the machine and not on the broker's environment.
 """
 
 import ctypes
@@ -26,7 +31,7 @@ _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 1 if it gets no device memory, 2 for bad arguments."""
+    """Return the exit status: 0 at the end of the input, 1 if it cannot allocate device memory, and 2 for invalid arguments."""
     known = {"nvidia": hold_nvidia, "simulated": hold_simulated}
     opened = known.get(arguments[0]) if len(arguments) in (1, 2) else None
     if opened is None:
@@ -48,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """The device memory of the probe process. `grow` doubles it and returns whether that worked; `size` returns the device's bytes."""
+    """The device memory of the probe process. `grow` allocates more and returns whether it could. `size` returns the device's bytes."""
 
     read: Callable[[], bytes]
     grow: Callable[[], bool] = lambda: False

@@ -1,14 +1,17 @@
 """The checkpoint worker: the only process that controls other processes' CUDA state.
 
-    python -P -m fractional_gpu.gpu.worker --backend nvidia python -P -m fractional_gpu.gpu.worker --backend simulated:DIRECTORY
+    python -P -m fractional_gpu.gpu.worker --backend nvidia
+    python -P -m fractional_gpu.gpu.worker --backend simulated:DIRECTORY
 
-Standard input is a SEQPACKET socket with one JSON object per packet, one operation at a time. The first message is `{protocol}`, or
-`{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`; `lock` has
-`timeout_ms`, `restore` may have `moves`. `set_limit` and `read_limit` have `{device_id, group, mib}` instead of a target. A reply is
-`{state, elapsed_us, limit}` or `{error: {code, message}}`. The worker checks the target's identity right before the operation: its pid
-may belong to another process by now. When the socket closes, it finishes the operation and
-exits; a request's `deadline_s` ends a worker whose broker was killed. It ignores SIGINT and SIGTERM: a terminal or a service manager sends
-them to a whole group. It imports little: calls wait for a restarted worker's imports.
+Standard input is a SEQPACKET socket with one JSON object in each packet. The worker performs one operation at a time. Its first message is
+`{protocol}`, or `{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`.
+`lock` also has `timeout_ms`, and `restore` may have `moves`. `set_limit` and `read_limit` have `{device_id, group, mib}` instead of a
+target. A reply is `{state, elapsed_us, limit}` or `{error: {code, message}}`.
+
+Right before an operation, the worker checks the identity of the target, because another process may have its pid by now. When the socket
+closes, the worker finishes the operation and exits. If the broker was killed, the `deadline_s` of the request ends the worker. The worker
+ignores SIGINT and SIGTERM, because a terminal or a service manager sends them to a whole process group. It imports few modules, because
+requests to a new worker wait for its imports.
 """
 
 import json
@@ -31,7 +34,7 @@ LIMIT_OPERATIONS: Final = ("set_limit", "read_limit")
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 1 if the backend cannot be opened, 2 for invalid arguments."""
+    """Return the exit status: 0 when the broker closes the socket, 1 if the backend cannot be opened, and 2 for invalid arguments."""
     if len(arguments) != 2 or arguments[0] != "--backend":
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.worker --backend nvidia|simulated:DIRECTORY\n")
         return 2
@@ -51,7 +54,7 @@ def main(arguments: list[str]) -> int:
         while packet := os.read(0, MAX_MESSAGE):
             _send(_answer(backend, limits, packet))
     except (BrokenPipeError, ConnectionResetError):
-        return 0  # the broker has ended; the operation is done
+        return 0  # the broker has ended, and the operation is complete
     return 0
 
 
@@ -64,7 +67,7 @@ def _send(message: Mapping[str, Any]) -> None:
 
 
 class _Limits:
-    """The device's memory limits, opened at the first use because few drivers have them."""
+    """The memory limits, which are opened on first use because few drivers support them."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -90,7 +93,7 @@ def _answer(backend: Checkpointer, limits: _Limits, packet: bytes) -> dict[str, 
     except GPUError as error:
         return error_fields(error)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        # A bug in the broker, not in the driver: report it, and serve the next request.
+        # This is a bug in the broker, not in the driver. Report it and serve the next request.
         sentence = f"the checkpoint worker cannot serve the request: {error!r}"
         return error_fields(GPUError(GPUErrorCode.UNKNOWN, sentence))
     return {"state": state, "elapsed_us": elapsed_us}
@@ -130,7 +133,7 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
 
 
 def _lives(target: ProcessIdentity) -> bool:
-    """Return whether the process is alive. Raises GPUError WRONG_IDENTITY if another has its pid."""
+    """Return whether the process is alive. Raises GPUError WRONG_IDENTITY if another process has its pid."""
     try:
         found = identify(target.pid)
     except ProcessLookupError:

@@ -1,12 +1,12 @@
 """The broker's side of the checkpoint worker: claims, starts and replaces the worker, and sends it requests.
 
-- Calls are served one at a time, in order, each with a deadline that counts from when the worker begins it. On expiry the worker is
-  killed and the call raises GPUError WORKER_HUNG; if the worker dies or anything else fails, WORKER_DIED. The operation's result is then
-  unknown: read the target's state. The next call starts a new worker.
-- Cancelling a waiting call withdraws it. Cancelling a call that has begun only stops the waiting: the operation continues, and later
-  calls still wait for it.
-- A worker is replaced if its driver fails for unknown reasons on two targets in a row, and on `renew` (Xid, reset, sleep): the driver
-  may be broken in that process alone.
+- Calls are served one at a time, in order. Each call has a deadline, which counts from the moment when the worker begins the call. At the
+  deadline the worker is killed and the call raises GPUError WORKER_HUNG. If the worker dies or anything else fails, the call raises
+  WORKER_DIED. In both cases the result of the operation is unknown, so read the target's state. The next call starts a new worker.
+- Cancelling a call that waits for its turn withdraws the call. Cancelling a call that has begun only stops the waiting: the operation
+  continues, and later calls still wait for it.
+- The worker is replaced if the driver fails for unknown reasons on two targets in a row, and after `renew` (which follows an Xid error, a
+  reset or a sleep). In these cases the driver may be broken only in the worker's process.
 - With a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
 - The worker runs in a separate session, so Ctrl-C at the terminal does not reach it.
 """
@@ -32,17 +32,17 @@ from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
 from fractional_gpu.host.process import ProcessIdentity
 
-# The claim is a lock on a file whose descriptor every worker inherits, so it is free when the broker *and* its workers have ended: two
-# workers never act on one process. The file is never removed; it holds the last broker's pid for people. Since cleaners may delete
-# the file with its lock, the claim is also a name in the abstract namespace, held in the same way. Any user can take that name: if
-# another user (not root) has it, only the lock counts.
+# The claim is a lock on a file whose descriptor every worker inherits. It is released only when the broker *and* its workers have ended, so
+# two workers never act on the same process. The file is never removed; it contains the pid of the last broker, for people. A cleaner may
+# delete the file and its lock, so the claim also takes a name in the abstract namespace, which is inherited in the same way. Any user can
+# take that name: if a user other than root and this one has it, only the lock counts.
 
 
 _POLL_S: Final = 0.05
 
 
 class WorkerClaim:
-    """A broker's claim on the worker. The constructor opens or creates the file; `take` takes the claim. Raises OSError."""
+    """A broker's claim on the worker. The constructor opens or creates the file, and `take` takes the claim. Both raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class WorkerClaim:
         return (self._descriptor,) if self._name is None else (self._descriptor, self._name.fileno())
 
     def take(self) -> bool:
-        """Take the claim if it is free; return whether we hold it. Never blocks. Raises OSError if the filesystem has no locks."""
+        """Take the claim if it is free, and return whether we hold it. Never blocks. Raises OSError if the filesystem has no locks."""
         if not self._held:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +64,7 @@ class WorkerClaim:
             if not self._take_name():
                 return False
             self._held = True
-            with suppress(OSError):  # a full disk; the pid is for people only
+            with suppress(OSError):  # the disk may be full, and the pid is only for people
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         return True
@@ -76,12 +76,12 @@ class WorkerClaim:
         if isinstance(found, NameClaim):
             self._name = found
             return True
-        # Each query stays in the holder's queue, and a full queue hides the holder: so the first answer counts.
+        # Each query stays in the holder's queue, and a full queue hides the holder, so the first answer counts.
         self._waits_for_name = self._waits_for_name or found[1] in (0, os.geteuid())
         return not self._waits_for_name
 
     async def wait(self) -> None:
-        """Wait until we hold the claim. Raises as `take`. Cancellation leaves it as it is."""
+        """Wait until we hold the claim. Raises the same errors as `take`. Cancellation does not change the claim."""
         while not self.take():  # noqa: ASYNC110 - another process frees it
             await asyncio.sleep(_POLL_S)
 
@@ -101,16 +101,17 @@ class WorkerClaim:
 log = logging.getLogger(__name__)
 
 START_S: Final = 60.0  # initialising a driver takes seconds
-_STATE_S: Final = 30.0  # a driver busy in the process answers only afterwards
+_STATE_S: Final = 30.0  # while the driver is busy in the process, it does not answer
 _KILL_S: Final = 5.0
-_ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself this long after a live broker would kill it
+_ALONE_S: Final = 2.0  # a worker whose broker is gone ends this long after a live broker would have killed it
 
 
 class WorkerLink:
-    """One worker for one backend (`nvidia` or `simulated:DIRECTORY`). The caller closes `claim`, after the link.
+    """A connection to one worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
-    `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` limits opening the backend. `service`: the
-    socket of a service in another container that starts the worker; it needs a claim.
+    `answer_s` limits quick operations such as unlock, and the time that a lock may take beyond its own timeout. `start_s` limits the time
+    to open the backend. If another container starts the worker, `service` is the socket of its service, and a claim is required. The caller
+    closes `claim` after closing the link.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class WorkerLink:
         self._turn = asyncio.Lock()  # held by the current operation
         self._operation: asyncio.Task[Reply] | None = None
         self._closing = False
-        # targets on which the driver failed for unknown reasons since its last success
+        # The targets on which the driver has failed for unknown reasons since its last success.
         self._unexplained: set[ProcessIdentity | None] = set()
         self._is_stale = False
 
@@ -149,11 +150,11 @@ class WorkerLink:
             await self._claim.wait()
 
     async def start(self) -> None:
-        """Wait until the worker's backend is open. Raises GPUError. Cancellation stops the waiting; the worker stays."""
+        """Wait until the worker has opened its backend. Raises GPUError. Cancellation stops the waiting, but not the worker."""
         await self._call("ping", None, self._answer_s)
 
     async def state(self, target: ProcessIdentity) -> ProcessState:
-        """Return GONE if the process has ended. Raises GPUError."""
+        """Return the process's checkpoint state, which is GONE if the process has ended. Raises GPUError."""
         reply = await self._call("state", target, max(_STATE_S, self._answer_s))
         try:
             return ProcessState(reply.state or "")
@@ -161,7 +162,7 @@ class WorkerLink:
             return ProcessState.UNKNOWN
 
     async def lock(self, target: ProcessIdentity, timeout_ms: int) -> int:
-        """RUNNING -> LOCKED; returns microseconds. Raises GPUError (NOT_READY: still running)."""
+        """Change RUNNING to LOCKED and return the microseconds it took. Raises GPUError; after NOT_READY the process is still running."""
         deadline_s = timeout_ms / 1000 + self._answer_s
         return (await self._call("lock", target, deadline_s, timeout_ms=timeout_ms)).elapsed_us
 
@@ -169,27 +170,27 @@ class WorkerLink:
         return (await self._call("checkpoint", target, deadline_s)).elapsed_us
 
     async def restore(self, target: ProcessIdentity, moves: Mapping[str, str] | None, deadline_s: float) -> int:
-        """CHECKPOINTED -> LOCKED; returns microseconds. Raises GPUError (OUT_OF_MEMORY is fatal to the process)."""
+        """Change CHECKPOINTED to LOCKED and return the microseconds it took. Raises GPUError; OUT_OF_MEMORY is fatal to the process."""
         return (await self._call("restore", target, deadline_s, moves=dict(moves) if moves else None)).elapsed_us
 
     async def unlock(self, target: ProcessIdentity) -> int:
         return (await self._call("unlock", target, self._answer_s)).elapsed_us
 
     async def set_limit(self, device_id: str, group: str, mib: int | None) -> None:
-        """Limit a control group's memory on a device, or end the limit (None). Raises GPUError."""
+        """Limit a control group's memory on a device, or remove the limit if `mib` is None. Raises GPUError."""
         await self._call("set_limit", None, self._answer_s, device_id=device_id, group=group, mib=mib)
 
     async def read_limit(self, device_id: str, group: str) -> MemoryLimit | None:
-        """Return a control group's memory limit on a device, None without one. Raises GPUError."""
+        """Return a control group's memory limit on a device, or None if it has no limit. Raises GPUError."""
         reply = await self._call("read_limit", None, self._answer_s, device_id=device_id, group=group)
         return None if reply.limit is None else MemoryLimit(**reply.limit)
 
     def renew(self) -> None:
-        """Serve the next call with a new worker: the driver state in this one may be stale."""
+        """Start a new worker for the next call, because the driver state in the current worker may be stale."""
         self._is_stale = True
 
     async def close(self) -> None:
-        """Let the current operation finish within its deadline, then end the worker. Idempotent.
+        """Let the current operation finish within its deadline, then end the worker. This method is idempotent.
 
         Calls that wait for their turn raise GPUError WORKER_DIED. Cancellation kills the worker at once.
         """
@@ -205,7 +206,7 @@ class WorkerLink:
             raise
 
     async def _call(self, op: str, target: ProcessIdentity | None, deadline_s: float, **arguments: object) -> Reply:
-        await self._turn.acquire()  # cancelled here, the call is withdrawn
+        await self._turn.acquire()  # a cancellation here withdraws the call
         if self._closing:
             self._turn.release()
             raise _closed()
@@ -213,17 +214,17 @@ class WorkerLink:
             self._serve(op, target, deadline_s, arguments), name=f"checkpoint worker: {op}"
         )
         self._operation.add_done_callback(self._finished)
-        return await asyncio.shield(self._operation)  # cancelled here, the operation continues
+        return await asyncio.shield(self._operation)  # after a cancellation here, the operation continues
 
     def _finished(self, operation: asyncio.Task[Reply]) -> None:
         self._turn.release()
         if not operation.cancelled():
-            operation.exception()  # asyncio logs exceptions never read, as after a cancelled call
+            operation.exception()  # after a cancelled call, asyncio would log that the exception was never retrieved
 
     async def _serve(
         self, op: str, target: ProcessIdentity | None, deadline_s: float, arguments: Mapping[str, object]
     ) -> Reply:
-        """Serve one call. Turns any failure into GPUError, so that the caller gets it and the next call is served."""
+        """Serve one call. Turn any failure into GPUError, so that the caller gets the error and the next call is still served."""
         what = op if target is None else f"{op} of process {target.pid}"
         named = None if target is None else target.to_dict()
         request = {"op": op, "target": named, "deadline_s": deadline_s + _ALONE_S, **arguments}
@@ -259,7 +260,7 @@ class WorkerLink:
 
     async def _begin(self) -> Worker:
         if self._unkillable is not None and not self._unkillable.has_ended:
-            # Two workers could act on the same process, so run one operation at a time.
+            # Start no second worker: both could act on the same process.
             raise GPUError(
                 GPUErrorCode.WORKER_HUNG,
                 f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be suspended or "
@@ -296,7 +297,7 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
-                if request:  # the greeting needs none
+                if request:  # the greeting comes without a request
                     await loop.sock_sendall(worker.channel, request)
                 return parse(await loop.sock_recv(worker.channel, MAX_MESSAGE), Reply)
         except TimeoutError:
@@ -324,7 +325,7 @@ class WorkerLink:
         worker.channel.close()
 
     async def _end(self, worker: Worker) -> None:
-        """Let the worker exit normally, for its exit status; kill it if it does not."""
+        """Wait for the worker to exit, so that its exit status is known. Kill the worker if it does not exit in time."""
         worker.channel.close()
         if not await worker.wait(self._answer_s):
             await self._kill()

@@ -1,8 +1,9 @@
 """A running checkpoint worker, started by this process or by a service in another container (`worker_service`).
 
-Every message is one JSON object in one packet of a SEQPACKET socket. A worker's pidfd tells when it has ended; a service passes its
-worker's pidfd on. Only the service can kill its worker: if the service is gone, no process can. By the kernel's credentials, the service
-must run as root or as this process's user. Connecting is retried for some seconds: the container may be restarting.
+Each message is one JSON object in one packet of a SEQPACKET socket. The worker's pidfd becomes readable when the worker ends; a service
+sends the pidfd of its worker to the broker. Only the service can kill its worker: if the service is gone, no process can. The kernel's
+credentials must show that the service runs as root or as this process's user. Connection attempts are repeated for some seconds, because
+the service's container may be restarting.
 """
 
 import asyncio
@@ -29,22 +30,22 @@ _Message = TypeVar("_Message")
 
 
 class Request(msgspec.Struct):
-    """A broker's request to the service, sent with its claim's descriptors. `pid`: the broker's own view of its pid."""
+    """A broker's request to the service, sent with the descriptors of the claim. `pid` is the broker's pid in the broker's namespace."""
 
     backend: str
     pid: int
 
 
 class Reply(msgspec.Struct):
-    protocol: int = 0  # the worker's first message
-    pid: int = 0  # the service has started it; the message carries its channel and pidfd
+    protocol: int = 0  # only in the worker's first message
+    pid: int = 0  # the pid of a worker that a service has started; the message carries the worker's channel and pidfd
     state: str | None = None
     elapsed_us: int = 0
     limit: dict[str, int] | None = None
     error: dict[str, str] | None = None
 
     def failure(self) -> GPUError | None:
-        """Return the reply's error; unknown codes become UNKNOWN."""
+        """Return the reply's error, or None. The code of an unknown error is UNKNOWN."""
         if self.error is None:
             return None
         code = self.error.get("code", "")
@@ -53,7 +54,7 @@ class Reply(msgspec.Struct):
 
 
 class Worker:
-    """A started worker. `channel` carries requests and replies. Create it in a running event loop."""
+    """A running worker. `channel` carries requests and replies. Create instances only while an event loop is running."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Worker:
         self.pid = pid
         self.pidfd = pidfd
         self.channel = channel
-        self.status: int | str = "unknown"  # only the process that started it can read it
+        self.status: int | str = "unknown"  # only the process that started the worker can read its exit status
         self._process = process
         self._service = service
         self._watch = asyncio.create_task(self._until_ended(), name=f"checkpoint worker {pid}")
@@ -86,7 +87,7 @@ class Worker:
             )
             pidfd = os.pidfd_open(process.pid)
         except OSError as error:
-            ours.close()  # a worker without a pidfd ends with its channel
+            ours.close()  # if the worker has started, it ends when its channel is closed
             theirs.close()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"could not start the checkpoint worker: {error}") from error
         return cls(process.pid, pidfd, ours, process=process), theirs
@@ -96,12 +97,12 @@ class Worker:
         return self._watch.done()
 
     async def wait(self, limit_s: float | None = None) -> bool:
-        """Wait for the worker's end; return whether it has ended. Cancelling stops only the waiting."""
+        """Wait until the worker ends or the limit is over, and return whether it has ended. Cancellation only stops the waiting."""
         await asyncio.wait([self._watch], timeout=limit_s)
         return self.has_ended
 
     def kill(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or its service has
+        with contextlib.suppress(OSError):  # the worker or its service has ended
             if self._service is not None:
                 self._service.send(b"kill")
             else:
@@ -121,8 +122,8 @@ class Worker:
 async def connect(path: str, backend: str, descriptors: Sequence[int], *, patience_s: float) -> Worker:
     """Ask the service at `path` to start a worker for `backend` that inherits the descriptors.
 
-    Raises GPUError: WORKER_DIED if no service answers within `patience_s`, else the service's error. Cancellation closes the
-    connection, and the worker ends.
+    Raises GPUError with the service's error, or WORKER_DIED if no service answers within `patience_s`. Cancellation closes the connection,
+    and the worker ends.
     """
     problem = "it does not reply to the request for a worker"
     try:
@@ -174,7 +175,7 @@ def trusted_pid(connection: socket.socket) -> int:
 
 
 async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message, list[int]]:
-    """Return the next message and its descriptors, which the caller closes. Raises OSError, or GPUError for other messages."""
+    """Return the next message and its descriptors, which the caller closes. Raises OSError, or GPUError for an invalid message."""
     await readable(connection.fileno())
     data, descriptors, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
@@ -188,7 +189,7 @@ async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Mes
 def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
     if not data:
         raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # dropped descriptors may hold the claim
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # the descriptors that were dropped may hold the claim
         problem: object = f"it has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
     else:
         try:

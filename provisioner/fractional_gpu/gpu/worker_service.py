@@ -2,12 +2,12 @@
 
 jupyter gpu node worker --socket PATH
 
-For containers: only this one needs privileges. The broker's can neither start nor kill the worker, so it asks the service. A
-connection is one worker. The first message carries the broker's claim's descriptors (SCM_RIGHTS), which the worker inherits; the
-supervisor takes the lock itself, so a message without a free claim starts nothing. The reply carries the broker's end of the channel and
-the worker's pidfd. Anything later on the connection means "kill the worker"; its end does not: the worker finishes its operation. The
-peer is root or this process's user, as the kernel reports it, and sees the same pids. On SIGTERM the worker finishes its operation
-first; it ignores the signal itself.
+This is for containers, where only the service's container needs privileges. The broker's container can neither start nor kill the worker,
+so the broker asks the service to do so. Each connection has one worker. The first message carries the descriptors of the broker's claim
+(SCM_RIGHTS), which the worker inherits. The supervisor itself takes the lock, so it starts no worker unless the claim is free. The reply
+carries the broker's end of the channel and the pidfd of the worker. Any later data on the connection means "kill the worker". If the
+connection ends, the worker finishes its operation. The kernel must report that the peer is root or this process's user, and both processes
+must see the same pids. On SIGTERM the service waits until the worker has finished its operation; the worker itself ignores the signal.
 """
 
 import asyncio
@@ -33,21 +33,21 @@ from fractional_gpu.gpu.worker_process import Reply, Request, Worker, readable, 
 log = logging.getLogger(__name__)
 
 _BACKLOG: Final = 16
-_REQUEST_S: Final = 10.0  # for a peer that connects and sends nothing
+_REQUEST_S: Final = 10.0  # how long a peer may take to send its request
 _REAP_S: Final = 0.5
 _ACCEPT_AGAIN_S: Final = 0.5
 SIMULATED: Final = "simulated"
 
 
 class WorkerService:
-    """The supervisor. `kind`: the device kind; `simulated` means the connecting broker's simulated devices."""
+    """The supervisor. `kind` is the kind of device; with `simulated`, the worker opens the simulated devices that the broker names."""
 
     def __init__(self, path: str, kind: str = "nvidia", *, python: str = sys.executable) -> None:
         self.path = path
         self._kind = kind
         self._python = python
         self._worker: Worker | None = None
-        self._channel: socket.socket | None = None  # the worker's end, for an orderly end
+        self._channel: socket.socket | None = None  # the worker's end of the channel, used to stop the worker
         self._starting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -57,7 +57,7 @@ class WorkerService:
         self._stop.set()
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises OSError if the socket cannot be made. Cancellation kills the worker."""
+        """Serve until `stop` is called. Raises OSError if the socket cannot be created. Cancellation kills the worker."""
         with contextlib.closing(listen(self.path)) as listener:
             log.info("the checkpoint worker's service (%s) is listening on %s", self._kind, self.path)
             accepting = asyncio.create_task(self._accept(listener))
@@ -68,7 +68,7 @@ class WorkerService:
                 await self._finish()
 
     async def _finish(self) -> None:
-        """Let the worker finish its operation, which has a deadline, and close all connections."""
+        """Let the worker finish its operation, which has a deadline, then close all connections."""
         if self._channel is not None:
             self._channel.shutdown(socket.SHUT_RD)
         try:
@@ -86,7 +86,7 @@ class WorkerService:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors or memory: the worker and waiting peers continue
+            except OSError as error:  # no descriptors or memory left; the worker and waiting peers are not affected
                 log.warning("cannot accept connections to %s right now: %s", self.path, error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -117,7 +117,7 @@ class WorkerService:
             await self._supervise(connection, worker)
 
     def _check(self, request: Request, pid: int) -> None:
-        """Raise GPUError for a broker of another pid namespace or with other devices."""
+        """Raise GPUError if the broker is in another pid namespace or has other devices."""
         if request.pid != pid:
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
@@ -134,7 +134,7 @@ class WorkerService:
 
     async def _start(self, connection: socket.socket, backend: str, descriptors: list[int], pid: int) -> Worker:
         _take_claim(descriptors)
-        # A worker's claim is free before this process sees its end.
+        # When a worker ends, its claim is released before this process sees the end.
         if self._worker is not None and not await self._worker.wait(_REAP_S):
             raise GPUError(
                 GPUErrorCode.WORKER_BUSY,
@@ -145,14 +145,14 @@ class WorkerService:
         worker, channel = Worker.start(self._python, backend, descriptors)
         self._worker, self._channel = worker, channel
         log.info("started checkpoint worker %d for broker %d", worker.pid, pid)
-        with worker.channel as theirs:  # then only the broker has a copy
+        with worker.channel as theirs:  # after the block, only the broker has a copy
             _send(connection, msgspec.json.encode(Reply(pid=worker.pid)), theirs.fileno(), worker.pidfd)
         return worker
 
     async def _supervise(self, connection: socket.socket, worker: Worker) -> None:
         asking = asyncio.create_task(_kill_on_request(connection, worker))
         try:
-            await worker.wait()  # also after the connection's end: the worker finishes its operation
+            await worker.wait()  # even after the connection has ended, because the worker finishes its operation
         finally:
             asking.cancel()
             if self._worker is worker and self._channel is not None:
@@ -170,9 +170,9 @@ async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
 
 
 def listen(path: str) -> socket.socket:
-    """Return a listening socket of mode 0600, replacing one that no process serves. Raises OSError.
+    """Return a listening socket with mode 0600. Replace an existing socket if no process listens on it. Raises OSError.
 
-    Creates the folder if needed. It must be this user's and writable by no other, who could put a socket there.
+    Create the folder if needed. The folder must belong to this user and be writable by no other user, who could put a socket there.
     """
     folder = Path(path).absolute().parent
     with contextlib.suppress(FileExistsError):
@@ -196,7 +196,7 @@ def listen(path: str) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
             try:
                 asker.connect(path)
-            except ConnectionRefusedError:  # a killed service left it; nothing listens on it
+            except ConnectionRefusedError:  # a killed service left the socket, and no process listens on it
                 Path(path).unlink()
             else:
                 raise OSError(
@@ -206,7 +206,7 @@ def listen(path: str) -> socket.socket:
     try:
         listener.bind(path)
         Path(path).chmod(0o600)
-        listener.listen(_BACKLOG)  # no process can connect before
+        listener.listen(_BACKLOG)  # no process could connect before
     except OSError:
         listener.close()
         raise
@@ -214,7 +214,7 @@ def listen(path: str) -> socket.socket:
 
 
 def _take_claim(descriptors: list[int]) -> None:
-    """Lock the claim through its descriptors, even if the sender already has. Raises GPUError."""
+    """Lock the claim through its descriptors, even if the sender already holds the lock. Raises GPUError."""
     if not descriptors:
         raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
@@ -230,7 +230,7 @@ def _take_claim(descriptors: list[int]) -> None:
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send a message. Drop it if the peer is gone or does not read."""
+    """Send a message, or drop it if the peer is gone or does not read."""
     with contextlib.suppress(OSError):
         socket.send_fds(connection, [message], descriptors)
 
