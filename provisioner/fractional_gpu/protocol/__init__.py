@@ -1,1 +1,1 @@
-"""The messages and errors of the broker's socket. No I/O; kernels load this."""
+"""Messages and errors that cross the broker's socket. This package does no I/O, and kernels load it."""

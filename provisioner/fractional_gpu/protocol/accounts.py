@@ -1,4 +1,4 @@
-"""Messages about leases' use and costs."""
+"""Messages about the use and the costs of leases."""
 
 from typing import Annotated, Final
 
@@ -16,10 +16,12 @@ _Seconds = Annotated[int, Meta(ge=0, le=EVER_S)]
 
 
 class UsageQuery(Struct, frozen=True, kw_only=True):
-    """A query for sums of use. `by`: a comma-separated list from `USAGE_BY`; empty: one sum per currency.
+    """A query for sums of use.
 
-    `since_s`, `until_s`: hours that begin in this range, seconds since 1970. Other fields limit the sum to an exact name (empty: the
-    pool's own part). `seated`: only users of the hub (1) or of the machine (0); the same name in both is two users.
+    `by` is a comma-separated list of names from `USAGE_BY`. If it is empty, the report has one sum per currency. `since_s` and `until_s`
+    are in seconds since 1970 and select the hours that begin in this range. The other fields select an exact name; an empty name selects
+    the pool's own part. `seated` selects only users of the hub (1) or only users of the machine (0), because the same name in both means
+    two different users.
     """
 
     by: str = ""
@@ -31,71 +33,78 @@ class UsageQuery(Struct, frozen=True, kw_only=True):
     device: _Name | None = None
     lease: _Name | None = None
     seated: bool | None = None
-    advice: bool = False  # adds advice on shares, which sums by notebook always have
+    advice: bool = False  # adds advice on shares; sums by notebook always include it
 
 
 class UsageEntry(Struct, frozen=True, kw_only=True):
-    """A sum. `of`: the value of each name in `by`; times as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`.
+    """One sum of a usage report.
 
-    `user` comes with `account`, `hub` or `machine`, to tell apart users of the same name; empty with no user.
+    `of` maps each name in `by` to its value. Times are text, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`. `user` comes
+    with `account`, which is `hub` or `machine` and tells apart users of the same name. `account` is empty if there is no user.
     """
 
     of: dict[str, str]
-    currency: str  # of the amounts; empty: no price
+    currency: str  # of the amounts, or "" if there is no price
     usage: Usage
-    carbon_mg: int = 0  # CO2 for the energy, by the configured carbon intensity
+    carbon_mg: int = 0  # CO2 for the energy, from the configured carbon intensity
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
-    """Sums of leases' use, sorted by the names in `by`. The pool's own part has the user, group, notebook and lease ""."""
+    """Sums of use, sorted by the names in `by`. The user, group, notebook and lease of the pool's own part are ""."""
 
     by: list[str]
     since_s: int
     until_s: int
     entries: list[UsageEntry]
     simulated: bool
-    scope: str  # whose figures these are: `all`, `group` or `own`
-    devices: dict[str, str] = {}  # names of the broker's present devices, by id
+    scope: str  # whose figures the report covers: `all`, `group` or `own`
+    devices: dict[str, str] = {}  # maps the ids of the broker's present devices to their names
     carbon: str = ""  # a sentence about the source of the carbon figures, or ""
-    note: str = ""  # what is missing, a sentence
-    advice: list[ShareAdvice] = []  # if requested: on the reader's notebooks, or all for administrators
+    note: str = ""  # a sentence that says what is missing
+    advice: list[
+        ShareAdvice
+    ] = []  # on request: about the reader's notebooks, or about all notebooks for administrators
     visible: str = "own"  # whose figures users may see (the setting `usage_visible`): `own`, `group` or `all`
-    periods: dict[str, tuple[int, int]] = {}  # where days and months of `entries` begin and end, seconds since 1970
+    periods: dict[str, tuple[int, int]] = {}  # start and end of each day and month in `entries`, in seconds since 1970
 
 
 class BudgetStatus(Struct, frozen=True, kw_only=True):
-    """A budget of a user or a group. Amounts in the unit's measure: milli-GPU milliseconds, thousandths of the currency, or mJ."""
+    """A budget of a user or a group.
+
+    Depending on `unit`, amounts are in milli-GPU milliseconds, thousandths of the currency, or mJ.
+    """
 
     kind: str  # "user" or "group"
     name: str
-    account: str = ""  # of a user: `hub` or `machine`; empty: of a group
+    account: str = ""  # `hub` or `machine` for a user's budget, "" for a group's
     text: str  # as configured: `40 GPU hours per month`
     unit: str  # "gpu-hours", "money" or "energy"
     currency: str
     amount: int
     spent: int
     left: int
-    amount_text: str  # the same for people
+    amount_text: str  # the amount as text for people
     spent_text: str
     left_text: str
-    since_s: int  # when its window began, seconds since 1970
-    until_s: int | None  # when it resets; None: a rolling window
-    warned: bool  # most of it is spent
+    since_s: int  # when the budget's window began, in seconds since 1970
+    until_s: int | None  # when the budget resets, or None for a rolling window
+    warned: bool  # whether most of the budget is spent
     used_up: bool
     sentence: str
 
 
 class BudgetList(Struct, frozen=True, kw_only=True):
-    """The budgets that the peer may see: its user's and group's, or all for administrators."""
+    """The budgets that the peer may see: those of its user and the user's groups, or all budgets for administrators."""
 
     budgets: list[BudgetStatus]
     scope: str  # `all` or `own`
 
 
 class BudgetExtension(Struct, frozen=True, kw_only=True):
-    """More budget for a user or group: an amount such as `10 GPU hours`, and until when (None: the reset).
+    """Extra budget for a user or a group.
 
-    `account`: only for the user of that name on the hub (`hub`) or the machine (`machine`); empty: for both.
+    The amount is text such as `10 GPU hours`. It is valid until the given time, or until the budget's reset if that is None. `account`
+    limits it to the user of that name on the hub (`hub`) or on the machine (`machine`); if it is empty, it applies to both.
     """
 
     kind: str
@@ -111,12 +120,14 @@ class Cost(Struct, frozen=True, kw_only=True):
     lease_id: str
     pool: str
     simulated: bool
-    lease: list[UsageEntry]  # since the kernel's start
-    today: list[UsageEntry]  # of all kernels of its user, local time
+    lease: list[UsageEntry]  # since the kernel started
+    today: list[UsageEntry]  # all kernels of its user, today in local time
     month: list[UsageEntry]
-    terms: str  # what the pool charges, a sentence
-    now_milli: int = 0  # the present cost of an hour of this kernel, thousandths of the currency
+    terms: str  # a sentence that says what the pool charges
+    now_milli: int = 0  # what an hour of this kernel costs at present, in thousandths of the currency
     currency: str = ""
     carbon: str = ""  # a sentence about the source of the carbon figures, or ""
-    note: str = ""  # what is missing, a sentence
-    budgets: list[BudgetStatus] = []  # that the kernel counts against, the most spent (as a share) first
+    note: str = ""  # a sentence that says what is missing
+    budgets: list[
+        BudgetStatus
+    ] = []  # the budgets that the kernel's use counts against, starting with the most spent (as a share)

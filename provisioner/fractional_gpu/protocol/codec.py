@@ -1,10 +1,12 @@
-"""JSON for the messages: the broker decodes requests strictly, clients decode replies leniently.
+"""JSON for the messages. The broker decodes requests strictly, and clients decode replies leniently.
 
-A request has only its message's fields, with values of exactly their types, and bounded strings, depth and number of values. Decoding any
-bytes returns a message or raises BadRequestError or RequestTooLargeError. In a reply, a known field of the wrong type is an
-InternalBrokerError here: later it would kill a kernel's thread, far from the cause.
+A request may contain only the fields of its message, with values of exactly the right types. Its strings, its depth and its number of
+values are limited. Decoding any bytes either returns a message or raises BadRequestError or RequestTooLargeError. If a known field of a
+reply has the wrong type, the client raises InternalBrokerError here, because otherwise the value would kill one of the kernel's threads
+later, far from the cause.
 
-Versions with the same protocol number work together: a client sends only non-default fields, and ignores unknown ones.
+Versions with the same protocol number work together: a client sends only the fields that differ from their defaults, and ignores unknown
+fields.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,8 +30,8 @@ _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # values ar
 
 
 def decode_request(body: bytes, kind: type[Message]) -> Message:
-    """Decode one request. Raises BadRequestError that names the field, or RequestTooLargeError."""
-    # Each value but the first follows a comma, a bracket or a brace. Those within strings count, too.
+    """Decode one request. Raises BadRequestError with the name of the wrong field, or RequestTooLargeError."""
+    # Each value but the first follows a comma, a bracket or a brace. Such characters inside strings are counted, too.
     values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if values > MAX_VALUES:
         raise RequestTooLargeError(f"the body has too many values ({values}); the maximum is {MAX_VALUES}")
@@ -51,7 +53,7 @@ def decode_request(body: bytes, kind: type[Message]) -> Message:
 
 
 def decode_query(values: Mapping[str, str], kind: type[Message]) -> Message:
-    """Decode the query of a GET request; booleans are 1 and 0. Raises like `decode_request`."""
+    """Decode the query of a GET request, in which booleans are 1 and 0. Raises the same errors as `decode_request`."""
     _check_names(values, kind)
     try:
         return _within_limits(msgspec.convert(values, kind, strict=False))
@@ -108,7 +110,7 @@ def decode_json(text: bytes) -> object:
 
 
 def decode_reply(payload: object, kind: type[Message]) -> Message:
-    """Convert a reply's decoded JSON to a message. Raises InternalBrokerError that names the field."""
+    """Convert a reply's decoded JSON to a message. Raises InternalBrokerError with the name of the wrong field."""
     try:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
@@ -134,7 +136,7 @@ def changed_fields(request: msgspec.Struct) -> dict[str, Any]:
 
 @cache
 def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
-    """Return each field's name and default, or NODEFAULT, which equals nothing else."""
+    """Return the name and the default of each field. A field without a default has NODEFAULT, which equals no value."""
     return tuple(
         (field.name, field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory())
         for field in msgspec.structs.fields(kind)

@@ -1,13 +1,13 @@
-"""Errors that cross the socket: one tree, each with a stable code, an HTTP status and a sentence that says what to do."""
+"""Errors that cross the socket. They form one tree, and each has a stable code, an HTTP status and a sentence that says what to do."""
 
 from typing import ClassVar
 
 RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
-"""Ends each sentence that tells a user to restart a kernel, with what that costs."""
+"""The end of each sentence that tells a user to restart a kernel. It says what a restart costs."""
 
 
 class FractionalGPUError(Exception):
-    """Base of everything this project raises to its users. `reason` refines the class's `code`."""
+    """Base class of all errors that this project raises to its users. `reason` refines the `code` of the class."""
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
@@ -18,35 +18,35 @@ class FractionalGPUError(Exception):
 
 
 class BadRequestError(FractionalGPUError):
-    """The request is malformed or not allowed; sending it again changes nothing."""
+    """The request is malformed or not allowed. Sending it again does not help."""
 
     code = "bad-request"
     status = 400
 
 
 class UnauthorizedError(FractionalGPUError):
-    """The token is missing, or is not the lease's."""
+    """The token is missing, or does not belong to the lease."""
 
     code = "unauthorized"
     status = 401
 
 
 class ForbiddenError(FractionalGPUError):
-    """The peer has no right to do this."""
+    """The peer may not do this."""
 
     code = "forbidden"
     status = 403
 
 
 class NotFoundError(FractionalGPUError):
-    """No such lease, pool or route (or one the peer may not see)."""
+    """There is no such lease, pool or route, or the peer may not see it."""
 
     code = "not-found"
     status = 404
 
 
 class ConflictError(FractionalGPUError):
-    """Not possible in the present state of the lease."""
+    """The present state of the lease does not allow this."""
 
     code = "conflict"
     status = 409
@@ -60,7 +60,7 @@ class RequestTooLargeError(FractionalGPUError):
 
 
 class TooManyRequestsError(FractionalGPUError):
-    """More requests than a rate limit allows; after `retry_s` seconds the same request may pass. Our client waits and repeats it."""
+    """The requests exceed a rate limit. The same request may pass after `retry_s` seconds; our client waits and repeats it."""
 
     code = "too-many"
     status = 429
@@ -71,21 +71,21 @@ class TooManyRequestsError(FractionalGPUError):
 
 
 class NoRoomError(FractionalGPUError):
-    """No GPU has room now: the sentence says what was requested, what is available and what to do."""
+    """No GPU has room now. The sentence says what was requested, what is available and what to do."""
 
     code = "no-room"
     status = 409
 
 
 class InternalBrokerError(FractionalGPUError):
-    """The broker failed; its log says why."""
+    """The broker failed. Its log says why."""
 
     code = "internal"
     status = 500
 
 
 class BrokerUnavailableError(FractionalGPUError):
-    """No broker answers, and none could be started. Clients raise it; it is never sent."""
+    """No broker answers, and none could be started. Clients raise this error; it is never sent."""
 
     code = "broker-unavailable"
     status = 503
@@ -95,7 +95,10 @@ _BY_CODE = {kind.code: kind for kind in FractionalGPUError.__subclasses__()}
 
 
 def error_from_reply(payload: object, status: int) -> FractionalGPUError:
-    """Rebuild the error from a reply's JSON `{"error": {"code", "reason", "message"}}`; anything else is an InternalBrokerError."""
+    """Rebuild the error from a reply's JSON, `{"error": {"code", "reason", "message"}}`.
+
+    Return an InternalBrokerError for anything else.
+    """
     error = payload.get("error") if isinstance(payload, dict) else None
     if not isinstance(error, dict):
         return InternalBrokerError(f"the broker answered {status} without an explanation")

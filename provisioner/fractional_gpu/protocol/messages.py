@@ -1,7 +1,7 @@
-"""Messages of the lease API: HTTP + JSON on a UNIX socket.
+"""Messages of the lease API, which is HTTP and JSON on a UNIX socket.
 
-They are msgspec Structs, since every kernel imports this module: defining them as dataclasses takes 17 ms longer.
-`fractional_gpu.protocol.codec` encodes and decodes them, `fractional_gpu.protocol.routes` says where they go.
+The messages are msgspec Structs, because every kernel imports this module and dataclasses would take 17 ms longer to define.
+`fractional_gpu.protocol.codec` encodes and decodes them, and `fractional_gpu.protocol.routes` lists the routes that use them.
 """
 
 from enum import StrEnum
@@ -13,7 +13,7 @@ _SECRET_FIELDS = frozenset({"token", "connection"})
 
 
 class HidesSecrets(Struct, frozen=True, kw_only=True):
-    """A message with a token or a connection key. Its `repr`, as in tracebacks, logs and debuggers, leaves them out."""
+    """A message with a token or a connection key. Its `repr` leaves them out, so they do not appear in tracebacks, logs and debuggers."""
 
     def __repr__(self) -> str:
         """Return the message without its secret fields."""
@@ -22,7 +22,7 @@ class HidesSecrets(Struct, frozen=True, kw_only=True):
 
 
 class Pong(Struct, frozen=True, kw_only=True):
-    """The broker that answers."""
+    """The broker's reply to a ping."""
 
     version: str
     protocol: int
@@ -31,120 +31,140 @@ class Pong(Struct, frozen=True, kw_only=True):
 
 
 CLAIM, COMMAND, KERNEL = "claim", "command", "kernel"
-"""The kinds of leases: for programs that the broker does not know (`jupyter gpu lease`), a program (`jupyter gpu run`), which it cannot
-listen to, or a Jupyter kernel."""
+"""The kinds of leases.
+
+CLAIM is for programs that the broker does not know (`jupyter gpu lease`). COMMAND is for a program under `jupyter gpu run`, which the
+broker cannot listen to. KERNEL is for a Jupyter kernel.
+"""
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True):
-    """A request for a lease. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device).
+    """A request for a lease.
 
-    A claim (CLAIM) is granted by `acquire`, ends if that is interrupted, and then counts all processes of its user that use its device
-    and belong to no other lease. `pin` moves its end.
+    The fraction is in milli-GPU and memory is in MiB. If the memory is None, it is the fraction's share of the device.
+
+    `acquire` grants a claim (CLAIM), and the claim ends if `acquire` is interrupted. After the grant, the claim counts all processes of its
+    user that use its device and belong to no other lease. `pin` changes the time at which it ends.
     """
 
-    fraction_milli: int  # 0: the smallest on offer whose share covers `memory_mib`
+    fraction_milli: int  # 0 for the smallest fraction on offer whose share covers `memory_mib`
     pool: str = "default"
     memory_mib: int | None = None
-    request_mib: int | None = None  # the guaranteed memory if the pool reserves by use; None: the fraction's share
-    devices: int = 1  # more than one: whole devices (fraction_milli 1000), `memory_mib` on each
+    request_mib: int | None = None  # guaranteed memory if the pool reserves by use; None for the fraction's share
+    devices: int = 1  # several devices are whole devices (fraction_milli 1000), with `memory_mib` on each
     priority: int = 0
     kernel_id: str = ""
     label: str = ""  # for people
-    gated: bool = True  # the extension will load, so the first cell can wait for a reservation
-    wait_ms: int = 0  # ungated only: how long the broker may take to make room; it bounds this
-    seat: str = ""  # the hub seat it draws on; the seat's token goes with the request
+    gated: bool = True  # whether the extension will load, so that the first cell can wait for a reservation
+    wait_ms: int = 0  # how long the broker may take to make room for an ungated kernel; the broker limits this
+    seat: str = ""  # the hub seat that the lease draws on; the seat's token goes with the request
     # A COMMAND is attached before its program runs, waits in `acquire`, and then keeps its reservation.
     kind: str = KERNEL
-    ttl_ms: int = 0  # of a claim, from its grant; 0: as long as its pool allows
-    holder_pid: int = 0  # the claim ends with this process; 0: none
+    ttl_ms: int = 0  # how long a claim lasts after its grant; 0 for as long as its pool allows
+    holder_pid: int = 0  # the claim ends with this process, if not 0
 
 
 class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
-    """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes on its path."""
+    """The lease and what its kernel needs.
+
+    The caller writes `token` to a file of mode 0600 and passes the path of this file on.
+    """
 
     lease_id: str
     token: str
     reserve_mib: int
-    device_id: str | None  # known only if already reserved
+    device_id: str | None  # set only if a device is already reserved
     simulated: bool
-    environment: dict[str, str] = {}  # for the kernel, without socket, lease and token file
-    notice: str = ""  # what happened to the previous kernel, for its user
+    environment: dict[str, str] = {}  # variables for the kernel, without the socket, the lease and the token file
+    notice: str = ""  # what happened to the previous kernel, as text for its user
 
 
 class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
-    """A lease's process and its Jupyter connection (contents, not a path). The broker verifies all of it."""
+    """A lease's process and its Jupyter connection, as contents and not as a path. The broker verifies all of it."""
 
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
     boot_id: str
     connection: dict[str, Any]  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
     language: str = "python"
-    ipykernel: bool = True  # subscribe to the prefix `kernel.` only
-    # KERNEL, or COMMAND: then `connection` is empty, and the client's process says when it needs the GPU
+    ipykernel: bool = True  # whether to subscribe only to messages with the prefix `kernel.`
+    # KERNEL or COMMAND. For a COMMAND, `connection` is empty and the client's process says when it needs the GPU.
     kind: str = KERNEL
-    served: bool = False  # a command that is in use while it has connections, on devices that do not count its work
+    served: bool = False  # the command is in use while it has connections, if the device does not count work
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """The request was carried out, with nothing to report."""
+    """The request was carried out, and there is nothing to report."""
 
     ok: bool = True
 
 
 class PinRequest(Struct, frozen=True, kw_only=True):
-    """Keep the lease resident for this long from now."""
+    """Keep the lease resident for this long, starting now."""
 
     duration_ms: int
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign that a cell will run soon: focus, scroll, typing, hover, completion, inspection, widget or other, but not the cell."""
+    """A sign that a cell will run soon: focus, scroll, typing, hover, completion, inspection, widget or other.
+
+    The start of the cell itself is not such a sign.
+    """
 
     sign: str = "other"
     within_ms: int = 60_000
-    confidence_milli: int = 1000  # how sure the sender is, thousandths
+    confidence_milli: int = 1000  # how sure the sender is, in thousandths
 
 
 class ResizeRequest(Struct, frozen=True, kw_only=True):
-    """A new size. None: unchanged, except that a new fraction resets `memory_mib` to its share of the device."""
+    """A new size for a lease.
+
+    None leaves a value unchanged, except that a new fraction resets `memory_mib` to its share of the device.
+    """
 
     fraction_milli: int | None = None
     memory_mib: int | None = None
-    wait_ms: int = 600_000  # how long to wait for room, else the lease stays as it was
+    wait_ms: int = 600_000  # how long to wait for room; after that, the lease stays as it was
     burst: bool = False  # for one cell: if the process ends first, the broker restores the former size
 
 
 class MoveRequest(Struct, frozen=True, kw_only=True):
-    """Move an idle kernel to this device of its pool (id, beginning of one, or number); None: to any other device."""
+    """Move an idle kernel to another device of its pool.
+
+    The device is named by its id, the beginning of its id, or its number. None stands for any other device.
+    """
 
     device: str | None = None
 
 
 class EvictRequest(Struct, frozen=True, kw_only=True):
-    """End the kernel's processes and its lease. All its variables are lost, so the broker refuses it without `confirm`."""
+    """End the kernel's processes and its lease. All its variables are lost, so the broker refuses the request without `confirm`."""
 
     confirm: bool = False
-    why: str = ""  # for the kernel's user, shown by the next kernel
+    why: str = ""  # a text for the kernel's user, shown by the next kernel
 
 
 class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Empty a device. `evict_busy`: also suspend kernels that run a cell. `deadline_in_ms`: when the device goes away, from now."""
+    """Empty a device.
+
+    With `evict_busy`, kernels that run a cell are suspended, too. `deadline_in_ms` is the time from now until the device goes away.
+    """
 
     evict_busy: bool = False
     deadline_in_ms: int | None = None
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """Others' mean use of a lease's device over a period, in thousandths; None if the device reports no use per process."""
+    """Mean use of a lease's device by others over a period, in thousandths. None if the device does not report use per process."""
 
     used_milli: int | None
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):
-    """Take a ticket for the GPU. The stream ends with `granted` or `refused`; disconnecting withdraws the ticket.
+    """Take a ticket for the GPU. The stream ends with `granted` or `refused`, and disconnecting withdraws the ticket.
 
-    With `hold` the wait has no limit, and the stream continues after `granted`: the lease is in use until the client disconnects. A
-    preempted lease waits again, and the stream reports it. With `watch` the stream follows a preempted cell's ticket.
+    With `hold`, the wait has no limit and the stream continues after `granted`. The lease is in use until the client disconnects. If the
+    lease is preempted, it waits again and the stream reports this. With `watch`, the stream follows the ticket of a preempted cell.
     """
 
     wait_ms: int = 3_600_000
@@ -153,13 +173,16 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResumeRequest(Struct, frozen=True, kw_only=True):
-    """Make a lease resident. `if_blocked`: only if its suspended process is blocked in code that did not request the GPU."""
+    """Make a lease resident.
+
+    With `if_blocked`, do so only if its suspended process is blocked in code that did not request the GPU.
+    """
 
     if_blocked: bool = False
 
 
 class LeaseNews(Struct, frozen=True, kw_only=True):
-    """A line of a command's stream: its state, whether the device counted work since its last resume, or a notice."""
+    """A line of a command's stream: its state, a notice, or whether the device has counted work since its last resume."""
 
     state: str = ""
     worked: bool = False
@@ -175,52 +198,55 @@ class ProgressKind(StrEnum):
 
 
 class WaitLine(Struct, frozen=True, kw_only=True):
-    """The fields that all lines of a waiting stream have. `kind`: a ProgressKind."""
+    """The fields that all lines of a waiting stream have. `kind` is a ProgressKind."""
 
     kind: str
     reason: str = ""
     sentence: str = ""
-    position: int | None = None  # in the queue, from 1
-    expected_ms: int | None = None  # forecast of the remaining wait, with the bounds of 80 % of outcomes
+    position: int | None = None  # in the queue, counted from 1
+    expected_ms: int | None = None  # forecast of the remaining wait, with bounds that hold 80 % of outcomes
     low_ms: int | None = None
     high_ms: int | None = None
 
 
 class Progress(WaitLine, frozen=True, kw_only=True):
-    """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device.
+    """A line of an acquire stream.
 
-    `overlap` comes with `waiting` (and the environment): the pool lets the cell run during the resume. Its first
-    device call blocks until the state is back. The caller reads on until `granted`.
+    `environment` comes with `granted` and has the variables that bind the process to its device. `overlap` comes with `waiting`, together
+    with the environment, if the pool lets the cell run during the resume. Then the cell's first device call blocks until the state is back,
+    and the caller reads on until `granted`.
     """
 
     device_id: str | None = None
     environment: dict[str, str] = {}
     overlap: bool = False
-    turn_ms: int | None = None  # when the turns of the busy kernels in the way end; None: they are not preempted
-    slowdown_brief: str = ""  # where the cell would run: a forecast
+    turn_ms: int | None = None  # when the busy kernels in the way have had their turns; None if they are not preempted
+    slowdown_brief: str = ""  # forecast of the slowdown where the cell would run
     blockers: tuple[str, ...] = ()  # ids of the user's own leases in the way
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
-"""Details of the answer to PREEMPT."""
+"""The `detail` of an answer to PREEMPT."""
 
 
 class GateVerb(StrEnum):
     """The broker's commands to the gate."""
 
-    CLOSE = "close"  # close the gate if no cell runs: answer `closed` or `busy`
-    SHRINK = "shrink"  # free cached device memory, on the idle main loop: answer `done` or `busy`
-    OPEN = "open"  # cells may run; carries the environment of the device
+    CLOSE = "close"  # close the gate if no cell runs; the answer is `closed` or `busy`
+    SHRINK = "shrink"  # free cached device memory on the idle main loop; the answer is `done` or `busy`
+    OPEN = "open"  # let cells run; carries the environment of the device
     NOTICE = "notice"  # show a sentence at the next cell
-    PREEMPT = "preempt"  # close the gate for the next cell even if one runs: answer `closed`, with what the cells do
+    PREEMPT = "preempt"  # close the gate for the next cell even if a cell runs; the answer is `closed` and says whether one runs
     LIMIT = "limit"  # the memory limit has changed; carries the environment
 
 
 class GateCommand(Struct, frozen=True, kw_only=True):
-    """A line of the gate stream. The answer to a command repeats its `number` (0: no answer); an empty verb is a keep-alive.
+    """A line of the gate stream.
 
-    `urgent`: show a notice now, even while a cell runs. `topic`: replace an earlier notice on this topic that no cell has shown
-    yet. `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
+    The answer to a command repeats its `number`. A command with the number 0 gets no answer, and an empty verb is a keep-alive. `urgent`
+    asks to show a notice now, even while a cell runs. `topic` replaces an earlier notice on the same topic that no cell has shown yet.
+    `hears`, in any line, tells the extension that the broker itself detects whether this stream is read, so the extension need not send
+    pulses.
     """
 
     verb: str = ""
@@ -233,23 +259,23 @@ class GateCommand(Struct, frozen=True, kw_only=True):
 
 
 class GateHello(Struct, frozen=True, kw_only=True):
-    """The extension's first message: whether its gate is open, and whether a cell runs."""
+    """The first message from the extension. It says whether the gate is open, and whether a cell runs."""
 
     version: str
     open: bool
     busy: bool
-    managed: str = ""  # a sentence why its process cannot be checkpointed, if known
+    managed: str = ""  # a sentence that explains why the process cannot be checkpointed, if known
     inputs: list[str] = []  # ids of the requests that use no GPU
 
 
 class GateAnswer(Struct, frozen=True, kw_only=True):
-    """The extension's answer. `word`: closed, busy, done, managed, open, input or pulse.
+    """An answer from the extension. `word` is closed, busy, done, managed, open, input or pulse.
 
-    With `number` 0 it answers no command: `pulse` proves that Python runs (to a broker that cannot detect it), `exempt` says that the
-    running cells do not use the GPU, and `done` that the last of them has ended. `managed` says that the process cannot be checkpointed,
-    and `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that wait for input or cannot reach the GPU.
-    After a shrink, the `detail` of `done` says what was freed, with `reserved_mib=N` if the frameworks' allocators report
-    it.
+    An answer with `number` 0 responds to no command. `pulse` then proves that Python runs, for a broker that cannot detect this. `exempt`
+    says that the running cells do not use the GPU, and `done` says that the last of them has ended. `managed` says that the process cannot
+    be checkpointed, and its `detail` explains why. The `detail` of `input` lists the ids of all requests that wait for input or cannot
+    reach the GPU, separated by spaces. After a shrink, the `detail` of `done` says what was freed, with `reserved_mib=N` if the allocators
+    of the frameworks report that figure.
     """
 
     number: int
@@ -258,14 +284,14 @@ class GateAnswer(Struct, frozen=True, kw_only=True):
 
 
 SLURM, KUBERNETES = "slurm", "kubernetes"
-"""Engines whose jobs and pods hold seats."""
+"""The engines whose jobs and pods hold seats."""
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """The job or pod that a seat belongs to. Only its processes draw on the seat, which ends with it."""
+    """The job or pod that a seat belongs to. Only its processes draw on the seat, and the seat ends with it."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # a Slurm job's number, or a pod's UID
-    # Path of its control group on this node, below the hierarchy's mount (`/slurm/uid_1000/job_12`). Empty: the group of the first
-    # process of the workload that uses the seat
+    # Path of the workload's control group on this node, below the mount point of the hierarchy (`/slurm/uid_1000/job_12`). If it is empty,
+    # the broker takes the group of the first process of the workload that uses the seat.
     control_group: str = ""

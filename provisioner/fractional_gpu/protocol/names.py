@@ -1,7 +1,7 @@
-"""The vocabulary of the socket: names that people gave, the words for states, and the versions of both sides.
+"""Names that people gave, words for states, and the versions of both sides of the socket.
 
-An administrator's program, such as a hub's service, names the administrator it acts for in the header `X-Acting-For`. The
-header gives no rights: the name goes into the audit log. The broker refuses it from anyone else.
+An administrator's program, such as a hub's service, names the administrator it acts for in the header `X-Acting-For`. The header gives no
+rights: the broker only writes the name to the audit log, and refuses the header from anyone else.
 """
 
 import re
@@ -14,7 +14,7 @@ from fractional_gpu import __version__
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 
-if TYPE_CHECKING:  # messages need msgspec, whose absence we report
+if TYPE_CHECKING:  # messages need msgspec, and this module reports a missing msgspec
     from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 
 ACTING_FOR = "X-Acting-For"
@@ -35,12 +35,12 @@ def describe_unprintable(name: str) -> str:
 
 
 def encode_acting_for(name: str) -> str:
-    """Encode a name for the header: percent-encoded UTF-8, since HTTP headers are ASCII. Raises BadRequestError."""
+    """Return the name as a header value in percent-encoded UTF-8, since HTTP headers are ASCII. Raises BadRequestError."""
     return quote(_check(name), safe="")
 
 
 def decode_acting_for(values: Sequence[str]) -> str | None:
-    """Return the name from the header's values, or None without the header. Raises BadRequestError."""
+    """Return the name from the header's values, or None if there is no such header. Raises BadRequestError."""
     if not values:
         return None
     if len(values) > 1:
@@ -58,7 +58,7 @@ def decode_acting_for(values: Sequence[str]) -> str | None:
 
 
 def _check(name: str) -> str:
-    """Return the name. Raises BadRequestError unless it is 1 to 255 printable characters that are not all spaces."""
+    """Return the name. Raises BadRequestError unless it has 1 to 255 printable characters, and not only spaces."""
     if not 0 < len(name) <= MAX_ACTING_FOR or not name.isprintable() or name.isspace():
         has = f", with {found}" if (found := describe_unprintable(name)) else ""
         raise BadRequestError(
@@ -69,12 +69,12 @@ def _check(name: str) -> str:
     return name
 
 
-# A lease's states in words, for the terminal, the notebook, the hub's page and the demonstration. JupyterLab's extension has the same
-# words in `words.ts`; a test compares them.
+# The states of a lease in words, for the terminal, the notebook, the hub's page and the demonstration. JupyterLab's extension has the same
+# words in `words.ts`, and a test compares the two.
 
 
 class StateWords(NamedTuple):
-    """A state's `words`, for a column or a status line, and its `meaning` to the kernel's user."""
+    """How to describe a state: `words` for a column or a status line, and `meaning` for the kernel's user."""
 
     words: str
     meaning: str
@@ -96,17 +96,17 @@ STATES: Final[Mapping[str, StateWords]] = {
 
 
 def state_words(state: str) -> str:
-    """Describe the state in a few words; unknown states are unchanged."""
+    """Describe the state in a few words. Unknown states are returned unchanged."""
     return STATES[state].words if state in STATES else state
 
 
 def state_meaning(state: str) -> str:
-    """Explain the state to the kernel's user; unknown states are unchanged."""
+    """Explain the state to the kernel's user. Unknown states are returned unchanged."""
     return STATES[state].meaning if state in STATES else state
 
 
 def device_deadline(device: "DeviceStatus") -> str:
-    """Say when a device goes away and what happens to its kernels; "" if it stays or is already gone."""
+    """Say when a device goes away and what happens to its kernels. Return "" if it stays or is already gone."""
     if not device.goes_away_in_ms:
         return ""
     found = [
@@ -118,7 +118,7 @@ def device_deadline(device: "DeviceStatus") -> str:
 
 
 def gpu_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU goes away and what happens to the kernel's state; "" if it stays."""
+    """Say when a kernel's GPU goes away and what happens to the kernel's state. Return "" if it stays."""
     if lease.goes_away_in_ms is None:
         return ""
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
@@ -128,14 +128,14 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU and its host go away; "" if both stay."""
+    """Say when a kernel's GPU and its host go away. Return "" if both stay."""
     left_ms = lease.host_goes_away_in_ms
     parts = [gpu_deadline(lease), "" if left_ms is None else host_deadline(left_ms)]
     return "; ".join(part for part in parts if part)
 
 
 def host_deadline(left_ms: int) -> str:
-    """Say when the host goes away, and what that means."""
+    """Say when the host goes away, and what this means."""
     left = f"goes away in {_duration(left_ms)}" if left_ms else "was to go away by now"
     return f"its host {left}, with all of its memory: save to a disk that outlives it"
 
@@ -147,15 +147,15 @@ def _duration(ms: int) -> str:
     return format_duration(-(-ms // 1000) * 1000)
 
 
-# Versions: each request has the header `X-Jupyter-GPU-Version` (`0.3.1; protocol=1`). The protocol number changes only when the two
-# sides cannot understand each other at all: then the broker answers only `ping`. A missing header counts as our protocol: the header
+# Each request has the header `X-Jupyter-GPU-Version` (`0.3.1; protocol=1`). The protocol number changes only when the two sides cannot
+# understand each other at all. In that case, the broker answers only `ping`. A missing header counts as our protocol, since the header
 # explains errors and gives no rights.
 
 VERSION = f"{__version__}; protocol={PROTOCOL_VERSION}"
 
 
 def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
-    """Return a sentence why the two versions cannot work together and what to do, or ""."""
+    """Return a sentence that explains why the two versions cannot work together and what to do, or ""."""
     if client.partition("; protocol=")[2] == broker.partition("; protocol=")[2]:
         return ""
     return (
@@ -164,12 +164,15 @@ def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
     )
 
 
-# Both sides need msgspec, which defines the messages. A kernel's own environment may lack it, or have an old one.
+# Both sides need msgspec, which defines the messages. The kernel's environment may lack it, or have an old version.
 LOWEST_MSGSPEC = "0.19"  # as in pyproject.toml
 
 
 def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str:
-    """Return why this version of msgspec (None: missing) cannot be used to call the broker and what to do, or ""."""
+    """Explain why this version of msgspec cannot be used to call the broker and what to do. Return "" if it can.
+
+    `version` is None if msgspec is missing.
+    """
     if version is not None and _release(version) >= _release(LOWEST_MSGSPEC):
         return ""
     found = "no msgspec that can be imported" if version is None else f"msgspec {version}"
@@ -180,9 +183,9 @@ def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str
 
 
 def check_msgspec() -> None:
-    """Raise BrokerUnavailableError ("no-msgspec") if this process cannot import msgspec, or only an old version."""
+    """Raise BrokerUnavailableError ("no-msgspec") if this process cannot import msgspec, or only an old version of it."""
     try:
-        import msgspec  # noqa: PLC0415 - to be checked
+        import msgspec  # noqa: PLC0415 - to check it
 
         version: str | None = msgspec.__version__
     except (ImportError, AttributeError):

@@ -1,8 +1,9 @@
-"""A host's capacity, as its broker reports it and as its agent publishes it (in Slurm's `Extra` or a Kubernetes node annotation).
+"""A host's capacity, as the broker reports it and the node agent publishes it.
 
-Anyone who reads nodes can read it (a hub's spawn page, an administrator), so it has no user names. It is JSON without spaces, in printable
-ASCII without `=` or other quotes, so that it passes through `scontrol` as one word, and at most `MAX_SUMMARY` bytes. A reader checks every
-field, since programs other than its agent may write a node's record.
+The agent publishes it in Slurm's `Extra` field or in an annotation of a Kubernetes node. Anyone who can read nodes can read it, such as a
+hub's spawn page or an administrator, so it has no user names. It is JSON in printable ASCII without spaces, `=` or other quotes, so that it
+passes through `scontrol` as one word. It has at most `MAX_SUMMARY` bytes. A reader checks every field, since other programs than the agent
+may write a node's record.
 """
 
 import re
@@ -15,7 +16,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 
 MAX_SUMMARY: Final = 4096  # bytes
 STALE_S: Final = 900
-"""Seconds after which a summary is stale. Agents renew theirs several times within this time."""
+"""A summary is stale after this many seconds. Agents renew their summary several times within this time."""
 _LARGEST = 10**9
 _Number = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
@@ -23,37 +24,39 @@ _OUTSIDE_WORDS = re.compile(r"[^!-~]|[='`]")
 
 
 class PoolShares(Struct, frozen=True, kw_only=True):
-    """A pool's total, held and available shares, in milli-GPU (thousandths of a device)."""
+    """The total, held and available shares of a pool, in milli-GPU (thousandths of a device)."""
 
     name: _Name
-    total_milli: _Number  # 1000 for each of its devices
+    total_milli: _Number  # 1000 for each device of the pool
     held_milli: _Number  # by seats, and by leases without a seat
-    # How much more can be granted with the forecast wait still within `wait_bound`, in any of the fractions on offer
+    # How much more can be granted, in any of the fractions on offer, while the forecast wait stays within `wait_bound`.
     admissible_milli: _Number
-    waiting: _Number = 0  # leases in the queue for a device
-    fraction_milli: _Number = 0  # the default share on offer, of the seat that waits are forecast for
-    fractions_milli: Annotated[list[_Number], Meta(max_length=32)] = []  # on offer; empty: any
-    device_mib: _Number = 0  # leasable memory of the pool's smallest device
+    waiting: _Number = 0  # number of leases in the queue for a device
+    fraction_milli: _Number = 0  # the default fraction on offer; waits are forecast for a seat of this size
+    fractions_milli: Annotated[
+        list[_Number], Meta(max_length=32)
+    ] = []  # the fractions on offer, or empty for any fraction
+    device_mib: _Number = 0  # memory of the pool's smallest device that leases may have
 
 
 class PoolSummary(PoolShares, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pool of a node, as published."""
+    """One pool of a node, as the agent publishes it."""
 
     devices: _Number
-    wait_p50_ms: _Number = 0  # forecast for the cells of one more seat: half of them wait at most this ...
-    wait_p95_ms: _Number = 0  # ... and 95 of 100
-    count: _Name = ""  # the name of thousandths in the engine: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
+    wait_p50_ms: _Number = 0  # forecast for the cells of one more seat: half of the cells wait at most this long ...
+    wait_p95_ms: _Number = 0  # ... and 95 of 100 cells at most this long
+    count: _Name = ""  # the engine's name for thousandths of a device: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
 
 
 class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node's total, held and available capacity. Memory in MiB."""
+    """The total, held and available capacity of a node. Memory is in MiB."""
 
-    at_s: Annotated[int, Meta(ge=0, le=60 * _LARGEST)]  # when this was true, seconds since 1970
+    at_s: Annotated[int, Meta(ge=0, le=60 * _LARGEST)]  # when these figures were true, in seconds since 1970
     simulated: bool = False
     memory_left_mib: _Number = 0  # host memory left for saved state
     pools: Annotated[list[PoolSummary], Meta(max_length=32)] = []
-    left_out: _Number = 0  # how many pools were left out for lack of room
-    problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no more jobs with a share; empty: it does
+    left_out: _Number = 0  # number of pools left out for lack of room
+    problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no more jobs, or ""
 
     def is_stale(self, now_s: int) -> bool:
         """Return whether the summary is too old."""
@@ -61,7 +64,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def encode_summary(summary: NodeSummary) -> str:
-    """Return the text, without the last pools if it would exceed `MAX_SUMMARY`."""
+    """Return the summary as text. Leave out the last pools if the text would exceed `MAX_SUMMARY`."""
     while True:
         text = _OUTSIDE_WORDS.sub(_escaped, msgspec.json.encode(summary).decode())
         if len(text) <= MAX_SUMMARY:
@@ -73,7 +76,7 @@ def encode_summary(summary: NodeSummary) -> str:
 
 
 def parse_summary(text: str) -> NodeSummary:
-    """Parse a summary. Raises ValueError that says what is wrong."""
+    """Parse a summary. Raises ValueError with a message that says what is wrong."""
     if len(text.encode(errors="replace")) > MAX_SUMMARY:
         raise ValueError(f"the node's summary is longer than {MAX_SUMMARY} bytes, so no node agent wrote it")
     try:
@@ -89,7 +92,7 @@ def parse_summary(text: str) -> NodeSummary:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return a character's JSON escape. Compact JSON has such characters only in strings."""
+    """Return the JSON escape of a character. Compact JSON has such characters only in strings."""
     code = ord(found[0])
     if code > 0xFFFF:
         code -= 0x10000
@@ -98,20 +101,20 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class PoolCapacity(PoolShares, frozen=True, kw_only=True):
-    """One pool of a host, as its broker answers."""
+    """One pool of a host, as the broker reports it."""
 
-    devices: list[str]  # UUIDs, except devices that are lost or being emptied
-    wait_p50_s: float  # forecast for the cells of one more seat: half of them wait at most this ...
-    wait_p95_s: float  # ... and 95 of 100 this
-    wait_target_ms: int  # what counts as waiting too long ...
-    wait_bound_milli: int  # ... and how many of a thousand cells may
+    devices: list[str]  # UUIDs, without devices that are lost or being emptied
+    wait_p50_s: float  # forecast for the cells of one more seat: half of the cells wait at most this long ...
+    wait_p95_s: float  # ... and 95 of 100 cells at most this long
+    wait_target_ms: int  # a cell that waits longer than this waits too long ...
+    wait_bound_milli: int  # ... and this many of a thousand cells may
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """A host's remaining capacity. Memory in MiB."""
+    """The remaining capacity of a host. Memory is in MiB."""
 
     version: str
     simulated: bool
-    host_memory_total_mib: int  # of the machine
+    host_memory_total_mib: int  # the machine's memory
     host_memory_left_mib: int  # left for saved state
     pools: list[PoolCapacity] = []

@@ -1,7 +1,8 @@
-"""Every route of the broker's API, in one table for the server, the client and docs/routes.md.
+"""All routes of the broker's API, in one table for the server, the client and docs/routes.md.
 
-HTTP and JSON on a UNIX socket; `{lease}` in a path is a lease's id, and so on. A GET request is sent in the query, all others in the body.
-Peers are identified by uid and `Authorization: Bearer TOKEN`.
+The API is HTTP and JSON on a UNIX socket. In a path, `{lease}` stands for the id of a lease, and the other names work likewise. The fields
+of a GET request are sent in the query, and those of all other requests in the body. The broker identifies peers by their uid and by
+`Authorization: Bearer TOKEN`.
 """
 
 from importlib import import_module
@@ -59,7 +60,7 @@ Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=Struct)
 
 ANYONE, ADMIN = "anyone", "administrators"
-LEASE = "the lease's user"  # and administrators; any token sent must be the lease's or its seat's
+LEASE = "the lease's user"  # and administrators; a token, if sent, must be that of the lease or its seat
 KERNEL = "the lease's token"  # or a process of the kernel whose token file is gone
 
 
@@ -68,26 +69,29 @@ class EmptyRequest(Struct, frozen=True):
 
 
 class FreshQuery(Struct, frozen=True, kw_only=True):
-    """`fresh`: sample the devices first."""
+    """`fresh` asks the broker to sample the devices first."""
 
     fresh: bool = False
 
 
 class OthersQuery(Struct, frozen=True, kw_only=True):
-    """The period to look back, and the leases to leave out (comma-separated)."""
+    """The period to look back, and the leases to leave out as a comma-separated list."""
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
     without: str = ""
 
 
 class NoteRequest(Struct, frozen=True, kw_only=True):
-    """The user's own words about the lease; empty: none."""
+    """The user's own words about the lease, or "" to remove them."""
 
     note: Annotated[str, Meta(max_length=MAX_NOTE)]
 
 
 class Route(Struct, Generic[Request, Reply], frozen=True):
-    """One method of one path. Messages that kernels rarely need are named by module and class, and imported on use."""
+    """One method of one path.
+
+    Messages that kernels rarely need are named by module and class, and imported when they are used.
+    """
 
     name: str
     method: str
@@ -96,21 +100,21 @@ class Route(Struct, Generic[Request, Reply], frozen=True):
     reply: type[Reply] | str
     who: str
     does: str
-    audited: str = ""  # the audit log's word for an administrator's action on others' things
+    audited: str = ""  # the audit log's word for an administrator's action on what belongs to others
     lines: bool = False  # the reply is a stream of lines (NDJSON)
-    waits_s: float = 0.0  # how much longer than usual the broker may take to answer
-    withdraws: bool = False  # a client that hangs up ends the work, as with all streams
-    reserved: bool = False  # others may wait for it, so it is served even to overdrawn users
+    waits_s: float = 0.0  # how much more time than usual the broker may take to answer
+    withdraws: bool = False  # whether the work ends if the client hangs up, as with all streams
+    reserved: bool = False  # others may wait for this request, so it is served even to overdrawn users
 
     @property
     def request_type(self) -> type[Request]:
-        """The message that is sent."""
+        """The type of the message that is sent."""
         kind: type[Request] = _loaded(self.request)
         return kind
 
     @property
     def reply_type(self) -> type[Reply]:
-        """The message that comes back, or each of its lines."""
+        """The type of the reply, or of each of its lines."""
         kind: type[Reply] = _loaded(self.reply)
         return kind
 
@@ -122,7 +126,7 @@ def _loaded(kind: Any) -> Any:  # noqa: ANN401 - a class, or its name
     return getattr(import_module(f"fractional_gpu.protocol.{module}"), name)
 
 
-_END_S = 60.0  # SIGTERM, SIGKILL, and the driver freeing the processes' memory
+_END_S = 60.0  # time for SIGTERM, for SIGKILL, and for the driver to free the memory of the processes
 _L = "/v1/leases/{lease}"
 _D = "/v1/devices/{device}"
 _S = "/v1/seats/{seat}"

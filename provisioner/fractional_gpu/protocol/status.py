@@ -1,6 +1,6 @@
-"""Messages about the state of leases, devices and the host, and about leases' past.
+"""Messages about the state of leases, devices and the host, and about the past of leases.
 
-The arbiter's view of a lease (`core.model`) is included unchanged. Kernels do not load this module at startup.
+A lease's status includes the arbiter's view of it (`core.model`) unchanged. Kernels do not load this module when they start.
 """
 
 from collections.abc import Iterable
@@ -16,19 +16,19 @@ from fractional_gpu.protocol.messages import KERNEL, Workload
 
 
 class ShareAdvice(Struct, frozen=True, kw_only=True):
-    """Advice on the share of a notebook or, without one, of a server. It changes nothing."""
+    """Advice on the share of a notebook, or of a server if no notebook is named. It changes nothing."""
 
     pool: str
     owner: str
-    seated: bool = False  # the owner is a hub's user, not the machine's
+    seated: bool = False  # whether the owner is a user of the hub and not of the machine
     notebook: str
     figures: Advice
-    sentence: str = ""  # the advice for people; empty: none
+    sentence: str = ""  # the advice for people, or "" if there is none
     brief: str = ""
 
 
 class StoryLine(Struct, frozen=True, kw_only=True):
-    """One thing that happened to a lease. `at_ms`: since the epoch."""
+    """One thing that happened to a lease. `at_ms` counts from the epoch."""
 
     at_ms: int
     reason: str
@@ -36,7 +36,7 @@ class StoryLine(Struct, frozen=True, kw_only=True):
 
 
 class Story(Struct, frozen=True, kw_only=True):
-    """The recorded reasons for everything that happened to a lease, oldest first, minus the `omitted` oldest."""
+    """The recorded reasons for everything that happened to a lease, oldest first, without the `omitted` oldest lines."""
 
     lease_id: str
     lines: list[StoryLine] = []
@@ -45,7 +45,7 @@ class Story(Struct, frozen=True, kw_only=True):
 
 
 class UsagePoint(Struct, frozen=True, kw_only=True):
-    """A lease's state from `at_ms` (since the epoch) until the next point."""
+    """The state of a lease from `at_ms` (since the epoch) until the next point."""
 
     at_ms: int
     state: str
@@ -54,7 +54,7 @@ class UsagePoint(Struct, frozen=True, kw_only=True):
 
 
 class History(Struct, frozen=True, kw_only=True):
-    """A lease over time, oldest first."""
+    """The state of a lease over time, oldest first."""
 
     lease_id: str
     cap_mib: int
@@ -62,7 +62,7 @@ class History(Struct, frozen=True, kw_only=True):
 
 
 class Neighbour(Struct, frozen=True, kw_only=True):
-    """Another lease on the device. `label` only if it is the same user's."""
+    """Another lease on the device. `label` is set only if the lease belongs to the same user."""
 
     fraction_milli: int
     reserved_mib: int
@@ -72,7 +72,10 @@ class Neighbour(Struct, frozen=True, kw_only=True):
 
 
 class LeftProcess(Struct, frozen=True, kw_only=True):
-    """A process with device memory that outlives its kernel. MiB; 0: saved on the host, or unknown."""
+    """A process that outlives its kernel and still holds device memory.
+
+    The memory is in MiB, and 0 if it is saved on the host or unknown.
+    """
 
     pid: int
     command: str
@@ -80,10 +83,10 @@ class LeftProcess(Struct, frozen=True, kw_only=True):
 
 
 class KernelFacts(Struct, frozen=True, kw_only=True):
-    """The broker's facts about a lease's kernel. Part of the lease's status and ledger record."""
+    """What the broker knows about a lease's kernel. These fields are part of the lease's status and of its ledger record."""
 
     kernel_id: str = ""
-    note: str = ""  # its user's own words, for people
+    note: str = ""  # the user's own words about it, for people
     suspends: int = 0
     resumes: int = 0
 
@@ -91,37 +94,37 @@ class KernelFacts(Struct, frozen=True, kw_only=True):
 class Cap(StrEnum):
     """The mechanisms that limit a kernel's device memory, strictest first."""
 
-    DRIVER = "driver"  # the driver limits its control group: allocations past its share fail
+    DRIVER = "driver"  # the driver limits its control group, so allocations past its share fail
     FRAMEWORK = "framework"  # its extension limits the frameworks that it knows
-    SAMPLE = "sample"  # nothing does: the broker sees afterwards what it uses
+    SAMPLE = "sample"  # nothing limits the kernel, and the broker only sees afterwards what it used
 
 
 class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
-    """One lease, for people and programs: what the arbiter knows, and what the broker knows of its kernel."""
+    """One lease, for people and programs: what the arbiter knows of the lease, and what the broker knows of its kernel."""
 
-    lease: LeaseView  # its times are on the clock of `now_ms`
+    lease: LeaseView  # times are on the clock of `now_ms`
     now_ms: int
-    reason: str  # why it has its state, or waits
+    reason: str  # why the lease has its state, or why it waits
     sentence: str
-    kind: str = KERNEL  # or COMMAND or CLAIM
+    kind: str = KERNEL  # KERNEL, COMMAND or CLAIM
     pid: int | None
     device_name: str
     simulated: bool
     busy: bool
-    gated: bool  # its extension is connected
-    measured: bool = True  # its use was measured after its last cell began or ended
-    working: bool = False  # its processes use the device though no cell runs
+    gated: bool  # whether its extension is connected
+    measured: bool = True  # whether its use was measured after its last cell began or ended
+    working: bool = False  # whether its processes use the device though no cell runs
     cap: Cap = Cap.SAMPLE  # what keeps it within its device memory
     left: list[LeftProcess] = []  # processes with device memory left by its ended kernel
     position: int | None = None  # place in the queue
-    expected: Span | None = None  # forecast of its remaining wait
-    slowdown: Slowdown = Slowdown()  # of its cell beside busy neighbours, measured or forecast
-    foresight: str = ""  # what its pool does for expected cells: off, free, displace
-    budget: str = ""  # a sentence that most or all of one of its budgets is spent
+    expected: Span | None = None  # forecast of the remaining wait
+    slowdown: Slowdown = Slowdown()  # of its cell because of busy neighbours, measured or forecast
+    foresight: str = ""  # what its pool does for expected cells: off, free or displace
+    budget: str = ""  # a sentence that says that most or all of one of its budgets is spent
     budget_used_up: bool = False
     host_goes_away_in_ms: int | None = None  # as in HostStatus
-    neighbours: list[Neighbour] = []  # with one lease only, not in listings
-    advice: ShareAdvice | None = None  # on its share, with one lease only, if any
+    neighbours: list[Neighbour] = []  # only in the status of one lease, not in listings
+    advice: ShareAdvice | None = None  # on its share, only in the status of one lease, if there is any
 
     @property
     def spec(self) -> LeaseSpec:
@@ -130,55 +133,61 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def lease_id(self) -> str:
-        """Its lease's id."""
+        """The id of the lease."""
         return self.lease.spec.lease_id
 
     @property
     def state(self) -> str:
-        """Its lease's state."""
+        """The state of the lease."""
         return self.lease.state
 
     @property
     def age_ms(self) -> int:
-        """The time that it has been in its state."""
+        """How long the lease has been in its state, in ms."""
         return max(0, self.now_ms - self.lease.since_ms)
 
     @property
     def pinned_ms(self) -> int:
-        """The time until the pin ends; 0: not pinned."""
+        """How long the lease remains pinned, in ms. 0 if it is not pinned."""
         return max(0, self.lease.pinned_until_ms - self.now_ms)
 
     @property
     def goes_away_in_ms(self) -> int | None:
-        """The time until the first of its devices goes away, if any does."""
+        """How long until the first of its devices goes away, in ms. None if none does."""
         return None if self.lease.deadline_ms is None else max(0, self.lease.deadline_ms - self.now_ms)
 
 
 class Stranger(Struct, frozen=True, kw_only=True):
     """A process that uses a device without a lease. Only its user and administrators get more than the user's name."""
 
-    pid: int = 0  # 0, here and below: hidden from this viewer
+    pid: int = 0  # 0 (like the fields below) if hidden from this viewer
     user: str
     used_mib: int
     command: str = ""  # the name that the process gave itself
     uid: int | None = None
-    own: bool = False  # it runs as the viewer's system user
+    own: bool = False  # whether it runs as the viewer's system user
 
     @property
     def name(self) -> str:
-        """The name for this viewer, such as `python (your process 4711)` or `a program of bob`. Escape it in HTML."""
+        """How to name the process to this viewer, such as `python (your process 4711)` or `a program of bob`. Escape it in HTML."""
         whose = f"your process {self.pid}" if self.own else f"process {self.pid} of {self.user}"
         return f"{self.command} ({whose})" if self.command else f"a program of {self.user}"
 
 
 def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
-    """Say how much memory each holds: `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`; "" if unknown."""
+    """Say how much memory each process holds, or return "" if this is unknown.
+
+    For example: `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`.
+    """
     known = [f"{one.name} holds {format_memory(one.used_mib)}" for one in strangers if one.used_mib]
     return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):
-    """One device. Memory in MiB: `used` by all processes, `reserved` by leases, `stranger` by processes without a lease."""
+    """One device.
+
+    Memory is in MiB. All processes together hold `used`, leases have `reserved`, and processes without a lease hold `stranger`.
+    """
 
     device_id: str
     index: int
@@ -192,68 +201,70 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     over_committed: bool
     lost: bool
     draining: bool = False
-    goes_away_in_ms: int | None = None  # while it drains by a deadline; 0: it has passed
-    leases_saved: int = 0  # on it now, to be saved before the deadline as planned
-    leases_lost: int = 0  # on it now, and cannot be saved in time
-    why_not: str = ""  # a sentence why its kernels cannot be suspended; empty: they can
-    demand_milli: int = 0  # what its busy kernels need, thousandths: beyond 1000 they slow each other down
+    goes_away_in_ms: int | None = None  # set while the device drains by a deadline; 0 if the deadline has passed
+    leases_saved: int = 0  # number of leases on it now that are to be saved before the deadline
+    leases_lost: int = 0  # number of leases on it now that cannot be saved in time
+    why_not: str = ""  # a sentence that explains why its kernels cannot be suspended, or "" if they can
+    demand_milli: int = 0  # what its busy kernels need, in thousandths; beyond 1000 they slow each other down
     strangers: list[Stranger] = []
-    busy_percent: int | None = None  # None, here and below: not reported by the device
+    busy_percent: int | None = None  # None, here and below, if the device does not report it
     temperature_c: int | None = None
     power_mw: int | None = None
     energy_mj: int | None = None  # since the driver was loaded
 
 
 class Seat(Struct, frozen=True, kw_only=True):
-    """A hub user's entitlement in a pool: what one server's kernels may have in total. Memory in MiB."""
+    """The entitlement of a hub's user in a pool: what all kernels of one server together may have. Memory is in MiB."""
 
     seat_id: str
     owner: str  # the user's name at the hub
-    server: str  # the server's name at the hub; a hub's server has one seat
-    group: str  # the group through which the user may use the pool; empty: none
+    server: str  # the server's name at the hub; a server of a hub has one seat
+    group: str  # the group through which the user may use the pool, or "" if there is none
     pool: str
     fraction_milli: int
     memory_mib: int
-    device_id: str | None  # where the forecast placed it
+    device_id: str | None  # the device on which the forecast placed the seat
     priority: int
     weight: int
     max_kernels: int
-    uid: int | None  # the only system user that may draw on it; None: any with the token
-    hub: str = ""  # the address of the API of the hub that took it; empty: unknown
-    admitted: bool = False  # its engine, not a forecast, decided that it fits
-    allowed_devices: tuple[str, ...] = ()  # UUIDs of the only devices its leases may use; empty: all of the pool
-    workload: Workload | None = None  # the job or pod that it belongs to
+    uid: int | None  # the only system user that may draw on the seat; None for any process with the token
+    hub: str = ""  # the address of the API of the hub that took the seat, or "" if unknown
+    admitted: bool = False  # whether its engine, and not a forecast, decided that it fits
+    allowed_devices: tuple[
+        str, ...
+    ] = ()  # UUIDs of the only devices its leases may use; empty for all devices of the pool
+    workload: Workload | None = None  # the job or pod that the seat belongs to
 
 
 class SeatStatus(Seat, frozen=True, kw_only=True):
-    """One seat, for people and programs. Ages in milliseconds."""
+    """One seat, for people and programs. Ages are in milliseconds."""
 
     kernels: int
-    used_milli: int  # of the fraction, by its kernels
+    used_milli: int  # the part of the fraction that its kernels use
     confirmed: bool
     age_ms: int
-    expires_ms: int | None  # from now; None: never
-    warning: str = ""  # a sentence why its kernels may not be saved when idle, if known
+    expires_ms: int | None  # from now, or None if it never expires
+    warning: str = ""  # a sentence that explains why its kernels may not be saved when idle, if known
 
 
 class SeatWait(Struct, frozen=True, kw_only=True):
-    """A request in the queue for seats of a pool. Memory in MiB, times in milliseconds."""
+    """A request in the queue for seats of a pool. Memory is in MiB, and times are in milliseconds."""
 
     pool: str
-    position: int  # from 1
+    position: int  # counted from 1
     owner: str
     server: str
     fraction_milli: int
     memory_mib: int
     waited_ms: int
-    expected_ms: int | None = None  # from now, with the bounds of 80 % of outcomes; None: unknown
+    expected_ms: int | None = None  # from now, with bounds that hold 80 % of outcomes, or None if unknown
     low_ms: int | None = None
     high_ms: int | None = None
     passed_over: int = 0  # how many later requests got a seat before it
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
-    """The state of the host. A uid sees only its own leases, but the devices' sums include all."""
+    """The state of the host. Each user sees only their own leases, but the sums of the devices include all leases."""
 
     version: str
     pid: int
@@ -263,20 +274,18 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     host_saved_mib: int
     devices: list[DeviceStatus]
     leases: list[LeaseStatus]
-    pools: dict[str, list[int]] = {}  # name -> fractions on offer, milli-GPU
+    pools: dict[str, list[int]] = {}  # the fractions on offer in each pool, in milli-GPU
     audit_file: str = ""  # the path of the audit log, for administrators
-    trouble: str = ""  # that the ledger cannot be written, or is at its limit, and what to do
+    trouble: str = ""  # a sentence that says that the ledger cannot be written or is at its limit, and what to do
     seats: list[SeatStatus] = []  # not in `/v1/events`
     seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
-    goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: it has passed
-    culls_idle: bool = (
-        False  # the broker ends kernels that hold GPU state and have long been idle: others should spare them
-    )
+    goes_away_in_ms: int | None = None  # when the cloud takes away the host with its memory; 0 if it is overdue
+    culls_idle: bool = False  # whether the broker ends kernels that hold GPU state and have long been idle, so that other idle cullers should spare them
     forecasts: list[ForecastError] = []  # not in `/v1/events`
 
 
 class HostChange(Struct, frozen=True, kw_only=True):
-    """The changes of a host's status since the previous line (`GET /v1/events`)."""
+    """What changed in the status of a host since the previous line (`GET /v1/events`)."""
 
-    changed: HostStatus  # only changed devices and leases; everything else is complete
+    changed: HostStatus  # only the changed devices and leases, and everything else in full
     ended: list[str]  # ids of leases no longer shown
