@@ -29,7 +29,7 @@ def test_jupyters_culler_ends_an_idle_kernel_but_not_one_that_holds_gpu_state(wo
 
 
 def test_an_idle_kernel_is_warned_and_ended_unless_a_cell_runs(world: World) -> None:
-    world.configure("c.GPUBroker.cull_idle_after = '3s'\nc.GPUBroker.cull_warning = '6s'")
+    world.configure("c.GPUBroker.cull_idle_after = '8s'\nc.GPUBroker.cull_warning = '5s'")
     (name,) = world.install(250)
     with Server(world) as server:
         notebook = server.start(name)
