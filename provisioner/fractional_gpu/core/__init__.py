@@ -1,1 +1,1 @@
-"""The arbiter takes events and returns effects. It does no I/O and has no clock."""
+"""The arbiter takes events and returns effects, without I/O."""
