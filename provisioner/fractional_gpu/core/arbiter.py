@@ -1,11 +1,12 @@
-"""The arbiter decides which lease holds which GPU: events in, effects out.
+"""The arbiter decides which lease holds which GPU. It takes events and returns effects.
 
-Only `handle` changes state. It applies the event to the books (`lifecycle`), then serves the waiting leases (`scheduler`). It has no
-clock (each event carries its time), does no I/O, and uses only integers, so the same events always give the same effects.
+Only `handle` changes state. It applies the event to the books (`lifecycle`), then serves the waiting leases (`scheduler`). The arbiter does
+no I/O and has no clock, because each event carries its time. It uses only integers, so the same events always give the same effects.
 
-Operations (suspend, resume) take time. Each starts as an effect that carries an operation id and the lease's generation; the event with its
-result carries the same two. A stale result only frees its swap channel. Events about unknown or ended leases are ignored, because the
-driver's view is always slightly out of date. An impossible event raises ValueError before anything changes.
+Operations (suspend and resume) take time. Each starts with an effect that carries an operation id and the lease's generation. The event
+that reports the result carries the same two values. If they are out of date, the result only frees its swap channel. Events about unknown
+or ended leases are ignored, because the driver's view is always slightly out of date. An impossible event raises ValueError before anything
+changes.
 """
 
 from collections import Counter
@@ -83,7 +84,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine. `check` asserts law 1 on granted devices; `forecasts` can be taken over from an earlier arbiter."""
+    """The state machine. Set `check` to assert law 1 on granted devices. `forecasts` may come from an earlier arbiter."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Arbiter:
         self._views: dict[str, LeaseView] = {}  # cached until the next event
 
     def handle(self, event: Event) -> list[Effect]:
-        """Handle an event and return its effects in order. Raises ValueError or TypeError for an impossible event."""
+        """Handle an event and return its effects in order. Raise ValueError or TypeError if the event is impossible."""
         self.run_deferred_work()
         self._deferred_work_done = False
         self._views.clear()
@@ -118,17 +119,17 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Forecast the waits and cells that began in the last event.
+        """Make forecasts for the waits and cells that began in the last event.
 
-        The driver calls this after sending the effects, to send them sooner. Otherwise the next `handle` does it first. Decisions are the
-        same either way.
+        The driver calls this after it has sent the effects, so that they are sent sooner. If it does not, the next `handle` does this work
+        first. The decisions are the same either way.
         """
         if not self._deferred_work_done:
             self._deferred_work_done = True
             self._changes.forecast_recorder.run_deferred_work()
 
     def _set_wake(self, *, ticked: bool) -> None:
-        """Request the next tick if its time changed, or if this event is the last one requested (`ticked`)."""
+        """Request the next tick if its time has changed, or if this event is the tick that was requested last (`ticked`)."""
         wake_ms = self._scheduler.wake_ms()
         if wake_ms != self._wake_ms or (ticked and wake_ms is not None):
             self._wake_ms = wake_ms
@@ -254,7 +255,7 @@ class Arbiter:
         return None if lease is None else self._view(lease)
 
     def leases(self) -> list[LeaseView]:
-        """Return every living lease, oldest first. Cached until the next event."""
+        """Return every living lease, oldest first. The result is cached until the next event."""
         return [self._view(lease) for lease in self._books.leases.values()]
 
     def _view(self, lease: Lease) -> LeaseView:
@@ -264,7 +265,7 @@ class Arbiter:
         return view
 
     def holding(self, lease_id: str) -> Holding | None:
-        """Return what the meter charges the lease for from now on, or None for an unknown lease or one without a process."""
+        """Return what the meter charges the lease for from now on, or None if the lease is unknown or has no process."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else _holding(lease)
 
@@ -275,32 +276,32 @@ class Arbiter:
         return next((view for view in views if view.lease_id == lease_id), None)
 
     def waits(self, lease_id: str) -> bool:
-        """Return whether the lease has a ticket. Cheaper than `ticket`."""
+        """Return whether the lease has a ticket. This is cheaper than `ticket`."""
         lease = self._books.leases.get(lease_id)
         return lease is not None and lease.ticket is not None
 
     def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
-        """Return a pool's queue in order, as of `at_ms` or the last event."""
+        """Return a pool's queue in order, as of `at_ms`, or of the last event if that is None."""
         with self._as_of(at_ms):
             return _ticket_views(self._books, pool, self._changes.forecast_recorder)
 
     def slowdown(self, lease_id: str) -> Slowdown:
-        """Estimate how much neighbours slow down the lease's cell, or would on the device it waits for."""
+        """Estimate how much neighbours slow down the lease's cell, or would slow it down on the device that it waits for."""
         lease = self._books.leases.get(lease_id)
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
     def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when busy leases will have completed their turns and make room for the lease, or None if waiting does not help."""
+        """Return when busy leases will have completed their turns and can make room for the lease, or None if waiting does not help."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
 
     def stranger_devices(self, lease_id: str) -> list[str]:
-        """Return the devices where memory of processes without a lease is all that the waiting lease lacks."""
+        """Return the devices that would have room for the waiting lease if processes without a lease released their memory."""
         lease = self._books.leases.get(lease_id)
         return [] if lease is None else stranger_devices(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
-        """Return how much longer the lease's next cell will wait at its closed gate, as of `at_ms`, or None if none waits."""
+        """Return how much longer the lease's next cell will wait at its closed gate, as of `at_ms`, or None if no cell waits there."""
         lease = self._books.leases.get(lease_id)
         if lease is None:
             return None
@@ -308,7 +309,7 @@ class Arbiter:
             return self._changes.forecast_recorder.gate_wait(lease)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many leases wait in each pool. Pools without any may be missing; leases being resumed do not count."""
+        """Return how many leases wait in each pool. Leases that are being resumed do not count. Pools with none may be missing."""
         waiting = self._books.waiting.values()
         return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
 
@@ -319,7 +320,7 @@ class Arbiter:
 
     @contextmanager
     def _as_of(self, at_ms: int | None) -> Iterator[None]:
-        """Read the books as of `at_ms`, or of the last event if it is None."""
+        """Read the books as of `at_ms`, or of the last event if that is None."""
         event_ms = self._books.now_ms
         self._books.now_ms = max(event_ms, at_ms or 0)
         try:
@@ -331,13 +332,13 @@ class Arbiter:
         return _device_views(self._books)
 
     def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
-        """Return why a lease would be refused now (code, sentence), or None. Changes nothing."""
+        """Return the code and sentence with which a lease would be refused now, or None if it would be admitted. Change nothing."""
         refused = refusal(self._books, spec)
         return None if refused is None else (refused.code, refused.sentence)
 
     @property
     def forecasts(self) -> Forecasts:
-        """What the arbiter has learnt, and how accurate it was."""
+        """The forecasts that the arbiter has learnt, and their accuracy so far."""
         return self._changes.forecast_recorder.forecasts
 
     def pools(self) -> dict[str, PoolSpec]:
@@ -345,26 +346,26 @@ class Arbiter:
 
     @property
     def host_budget_mib(self) -> int:
-        """The host memory that suspended state may use, MiB."""
+        """The host memory that suspended state may use, in MiB."""
         return self._books.host_budget_mib
 
     @property
     def host_left_mib(self) -> int:
-        """The host memory neither used by suspended state nor reserved for suspends under way, MiB; may be negative."""
+        """The host memory, in MiB, that is neither used by suspended state nor reserved for suspends under way. It may be negative."""
         return self._books.host_left_mib
 
     @property
     def host_saved_mib(self) -> int:
-        """The host memory that suspended state uses, MiB."""
+        """The host memory that suspended state uses, in MiB."""
         return self._books.host_saved_mib
 
     @property
     def host_reserved_mib(self) -> int:
-        """The host memory reserved for suspends under way, MiB."""
+        """The host memory reserved for suspends under way, in MiB."""
         return self._books.host_reserved_mib
 
     def validate(self) -> None:
-        """Check the whole state. Raises InvariantError listing everything that is broken."""
+        """Check the whole state. Raise InvariantError, with a list of everything that is broken, if it is inconsistent."""
         validate(self._books, self._changes.operations)
 
 
@@ -413,10 +414,10 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what the meter counts, or None if the lease has no process, even if room is reserved for it.
+    """Return what the meter counts, or None if the lease has no process. A lease without a process is None even if room is reserved for it.
 
     The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
-    outlived its kernel, may run on them; not while it is swapped or quarantined, or while its cell waits at a closed gate.
+    outlived its kernel, may run on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.
     """
     spec, held = lease.spec, lease.held_mib > 0
     if lease.state in _WITHOUT_PROCESS:

@@ -22,7 +22,7 @@ class LeaseEffect(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEffect(LeaseEffect):
-    """Base class of effects on a lease on devices."""
+    """Base class of effects on a lease and its devices."""
 
     device_ids: tuple[str, ...]
 
@@ -50,7 +50,7 @@ class Declined(LeaseEffect):
 
     reason: str
     sentence: str
-    about: str = ""  # the request: "suspend" (also when empty), "pin", "resize" or "move"
+    about: str = ""  # what was requested: "suspend" (also if empty), "pin", "resize" or "move"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +67,22 @@ class Suspend(DeviceEffect):
     operation_id: int
     generation: int
     host_mib: int  # reserved on the host for what will be saved
-    preempt: bool = False  # suspend the lease although it is busy: do not wait for its gate or for it to be idle
+    preempt: bool = False  # suspend the lease although it is busy; do not wait for its gate or the end of its cell
     between_cells: bool = False  # no cell runs; the next one waits at the closed gate
     for_lease_id: str = ""  # the lease that needs the room, if any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGate(LeaseEffect):
-    """The resident lease must make room after its cell: let the running cell continue, and make the next one ask before it runs.
+    """The resident lease must make room after its cell. Let the running cell continue, and make the next one ask before it runs.
 
-    A cell asks with `Wanted`; without our extension, a cell that starts counts as asking. `Granted` opens the gate again.
+    A cell asks with `Wanted`. In a kernel without our extension, the start of a cell counts as asking. `Granted` opens the gate again.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink(LeaseEffect):
-    """Make the idle kernel free its cached device memory, because host memory is short. Always answered with `Shrunk`."""
+    """Make the idle kernel free its cached device memory, because host memory is short. Always answer with `Shrunk`."""
 
     generation: int
 
@@ -99,7 +99,7 @@ class Resume(DeviceEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapBreached(LeaseEffect):
-    """The lease uses more than its cap. Inform the kernel; with `Breach.KILL`, end its processes that use the device."""
+    """The lease uses more than its cap. Inform the kernel. With `Breach.KILL`, also end its processes that use the device."""
 
     action: Breach
     sentence: str
@@ -107,7 +107,7 @@ class CapBreached(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(LeaseEffect):
-    """The lease's size changed, or its reservation by measured use. Set the kernel's memory limit."""
+    """The lease's size has changed, or its reservation that follows its measured use. Set the kernel's memory limit."""
 
     fraction_milli: int
     reserve_mib: int  # its cap
@@ -116,7 +116,7 @@ class Resized(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned(LeaseEffect):
-    """The lease is not suspended for others or for being idle before `until_ms`; 0: it is not pinned."""
+    """The lease will not be suspended for others or for being idle before `until_ms`. It is not pinned if `until_ms` is 0."""
 
     until_ms: int
 
@@ -130,7 +130,10 @@ class SuspendAnnounced(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNotice(LeaseEffect):
-    """Tell the lease's user in the notebook, at once, that its device goes away or no longer does. Also in the lease's story."""
+    """Tell the lease's user in the notebook at once that its device will go away, or that it stays after all.
+
+    The arbiter also records this in the lease's story.
+    """
 
     reason: str
     sentence: str
@@ -145,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """A revoked lease's time is up. End its processes. Repeated until they have ended; the lease ends with them."""
+    """A revoked lease's time is up. End its processes. The effect is repeated until they have ended. The lease ends with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +178,13 @@ class Recorded(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketsChanged(Effect):
-    """The order, reasons or expected waits in a pool's queue changed. Waiting cells can redraw."""
+    """The order, reasons or expected waits in a pool's queue have changed. Displays of waiting cells can be updated."""
 
     pool: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt(Effect):
-    """Send `Tick` at this time, instead of the time of the previous `WakeAt`. None: no tick needed."""
+    """Send `Tick` at this time instead of the time of the previous `WakeAt`. If the time is None, no tick is needed."""
 
     at_ms: int | None

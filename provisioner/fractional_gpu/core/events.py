@@ -1,7 +1,7 @@
-"""The arbiter's inputs, as data. `at_ms` is the time of the event; the arbiter has no other clock.
+"""The arbiter's inputs, as data. The time of an event is its `at_ms`, and the arbiter has no other clock.
 
-The arbiter's clock never goes back: an `at_ms` earlier than the last one counts as the last one. Event logs contain the names of events and
-of their fields, so these names are a file format.
+The arbiter's clock never goes back. If an event's `at_ms` is earlier than that of the last event, the time of the last event is used. Event
+logs contain the names of events and of their fields, so these names are a file format.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class LeaseEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSeen(Event):
-    """A device is available, for the first time or after it was lost. Processes without a lease use `stranger_mib` of it."""
+    """A device is available, for the first time or again after a loss. Processes without a lease use `stranger_mib` of its memory."""
 
     device: DeviceSpec
     stranger_mib: int = 0
@@ -50,10 +50,11 @@ class DeviceLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """An administrator drains a device: it admits no lease, and its leases are suspended; with `evict_busy`, busy ones too.
+    """An administrator drains a device. It admits no lease, and its idle leases are suspended. With `evict_busy`, so are its busy leases.
 
-    At `deadline_ms` the device goes away (`revoke`). Until then, leases that can be saved are suspended, even during a cell, and users of
-    the others get a `UserNotice`. After the deadline the drain continues like one without a deadline. A later event replaces this one.
+    The device goes away at `deadline_ms`, if that is given (`revoke`). Until then, leases that can be saved are suspended, even during a
+    cell, and users of the others get a `UserNotice`. After the deadline, the drain continues like one without a deadline. A later event
+    replaces this one.
     """
 
     device_id: str
@@ -63,7 +64,7 @@ class DeviceDrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUndrained(Event):
-    """The drain ends: the device admits leases again, and does not go away."""
+    """The drain ends. The device admits leases again, and does not go away."""
 
     device_id: str
 
@@ -77,14 +78,20 @@ class PoolConfigured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """The total host memory for suspended state, MiB, used part included. If more is saved, leases resume early until the rest fits."""
+    """The total host memory for suspended state is `budget_mib`, including the part in use.
+
+    If more than that is saved, leases are resumed early until the rest fits.
+    """
 
     budget_mib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequested(Event):
-    """A new lease. Answered by `LeaseAdmitted` or `LeaseRefused`. `needs_reservation`: an ungated kernel, which files its ticket now."""
+    """A new lease is requested. The answer is `LeaseAdmitted` or `LeaseRefused`.
+
+    `needs_reservation` is set for a kernel without a gate, whose ticket is filed at once.
+    """
 
     spec: LeaseSpec
     needs_reservation: bool = False
@@ -92,7 +99,7 @@ class LeaseRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecovered(Event):
-    """The real state of a lease in the ledger, as found when the broker starts. Never refused, even if it over-commits a device."""
+    """A new broker has found the real state of a lease in the ledger. It is never refused, even if it over-commits a device."""
 
     spec: LeaseSpec
     state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
@@ -100,14 +107,14 @@ class LeaseRecovered(Event):
     device_id: str | None = None
     saved_mib: int = 0
     busy: bool = False
-    device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only `device_id`
+    device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; if empty, `device_id` is the only one
     pinned_until_ms: int = 0
     sentence: str = ""  # for people, if the state needs an explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached(LeaseEvent):
-    """The lease has a live process: it becomes unarmed, or resident if it already has a reservation.
+    """The lease has a live process. It becomes unarmed, or resident if it already has a reservation.
 
     If the last kernel left processes behind, the lease keeps its state and belongs to the new kernel.
     """
@@ -125,8 +132,8 @@ class LeftBehind(LeaseEvent):
     """The kernel process has ended, but its child processes still have memory on a device, or saved on the host.
 
     The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` reports that they have ended, or `Attached`
-    reports a new kernel process. A saved lease gets a ticket. `what` describes the processes; a change is sent as another event. Ignored
-    for a lease without a device or saved memory.
+    reports a new kernel process. A saved lease gets a ticket. `what` describes the processes. If they change, the event is sent again. It
+    is ignored for a lease without a device or saved memory.
     """
 
     what: str
@@ -134,18 +141,18 @@ class LeftBehind(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(LeaseEvent):
-    """The lease is over. A second release is ignored. `reason` is a word for its story and the counters."""
+    """The lease is over. A second release is ignored. `reason` is a code for the lease's story and the counters."""
 
     reason: str = "released"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatEnded(LeaseEvent):
-    """The lease's seat ended at `since_ms`: the lease is revoked. A second event is ignored.
+    """The lease's seat ended at `since_ms`, so the lease is revoked. A second event is ignored.
 
-    A lease without a process ends at once. Any other lease is suspended as soon as possible, even during a cell, loses its ticket,
-    and ends with its process. It cannot become resident before `SeatRenewed`. `EndProcesses` follows the pool's `revoked_ttl_ms` after
-    `since_ms`.
+    A lease without a process ends at once. Any other lease loses its ticket, is suspended as soon as possible, even during a cell, and ends
+    with its process. It cannot become resident before `SeatRenewed`. The effect `EndProcesses` follows when the pool's `revoked_ttl_ms` has
+    passed since `since_ms`.
     """
 
     since_ms: int
@@ -153,7 +160,7 @@ class SeatEnded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatRenewed(LeaseEvent):
-    """A revoked lease gets a new seat, and is no longer revoked. Ignored for any other lease."""
+    """A revoked lease gets a new seat, and is no longer revoked. The event is ignored for any other lease."""
 
     seat: str
 
@@ -162,27 +169,27 @@ class SeatRenewed(LeaseEvent):
 class PriorityChanged(LeaseEvent):
     """The lease's priority changes, because its budget is used up or available again. Its ticket keeps its age."""
 
-    priority: int | None  # None: its own priority
-    sentence: str  # why, for its story
+    priority: int | None  # None restores the lease's own priority
+    sentence: str  # explains the change in the lease's story
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(LeaseEvent):
-    """The kernel needs the GPU. Files a ticket; if the lease is resident, answers with `Granted` instead."""
+    """The kernel needs the GPU. The arbiter files a ticket, or answers with `Granted` if the lease is already resident."""
 
     urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwanted(LeaseEvent):
-    """No cell waits any more (interrupt, lost client). The ticket is withdrawn; a resume in progress is completed."""
+    """No cell waits any more, because it was interrupted or its client is gone. The ticket is withdrawn. A resume in progress completes."""
 
     interrupted: bool = False  # the wait was interrupted before the GPU or an answer came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyChanged(LeaseEvent):
-    """The kernel became busy or idle. `by_cell`: a cell is, or may be, among the messages that keep it busy."""
+    """The kernel became busy or idle. `by_cell` is true if a cell is, or may be, among the messages that keep the kernel busy."""
 
     busy: bool
     by_cell: bool = True
@@ -190,9 +197,9 @@ class BusyChanged(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Device memory that a lease's process tree uses now, MiB.
+    """The device memory that a lease's process tree uses now, in MiB.
 
-    `util_milli` is its mean utilisation over the last period, thousandths of a device (the mean of its devices); None: unknown. It is
+    `util_milli` is the mean utilisation of its devices over the last period, in thousandths of a device, or None if it is unknown. It is
     ignored unless the lease is busy.
     """
 
@@ -203,7 +210,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasesMeasured(Event):
-    """A sample of several leases, each at most once. The queue is served once, after all measurements."""
+    """Measurements of several leases, at most one for each. The queue is served once, after all of them."""
 
     measurements: tuple[Measurement, ...]
 
@@ -214,7 +221,10 @@ class LeasesMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected(LeaseEvent):
-    """A sign that the lease's next cell will come before `until_ms`. `confidence_milli`: the sender's confidence, thousandths."""
+    """There is a sign that the lease's next cell will come before `until_ms`.
+
+    `confidence_milli` is how sure the sender of the sign is, in thousandths.
+    """
 
     until_ms: int
     sign: Sign
@@ -223,7 +233,7 @@ class Expected(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrunk(LeaseEvent):
-    """The answer to `Shrink`: what the process tree uses without its caches, MiB; None: it could not free them now."""
+    """The answer to `Shrink`. `used_mib` is what the process tree uses without its caches, or None if it could not free them now."""
 
     generation: int
     used_mib: int | None = None
@@ -231,30 +241,36 @@ class Shrunk(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointable(LeaseEvent):
-    """Whether the lease's process can be checkpointed. `why_not`: why it never can be, a sentence; empty: it can be."""
+    """The broker found out whether the lease's process can be checkpointed.
+
+    `why_not` is a sentence that explains why it never can be, or empty if it can.
+    """
 
     why_not: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPressureSeen(LeaseEvent):
-    """Whether the control group with the lease's saved state is short of host memory. If so, the lease resumes early if it can."""
+    """The control group that holds the lease's saved state has run short of host memory, or has enough again if `pressed` is false.
+
+    While it is short, the arbiter resumes the lease early if it can.
+    """
 
     pressed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRequested(LeaseEvent):
-    """`by` asks for a suspend of this lease now; it must be resident and idle. Answered by `Suspend` or `Declined`."""
+    """`by` asks to suspend this lease now. The lease must be resident and idle. The answer is `Suspend` or `Declined`."""
 
     by: str = "its user"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequested(LeaseEvent):
-    """An administrator moves an idle, resident lease to another device of its pool: to `device_id`, or to any (None).
+    """An administrator moves an idle, resident lease to `device_id`, or to any other device of its pool if that is None.
 
-    Answered by `Suspend`, after which the lease resumes on its target automatically, or by `Declined` about `move`. Ends a pin.
+    The answer is `Suspend`, after which the lease resumes on its target automatically, or `Declined` about `move`. A move ends a pin.
     """
 
     device_id: str | None = None
@@ -262,10 +278,10 @@ class MoveRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequested(LeaseEvent):
-    """A new size for an existing lease. Answered by `Resized`, at once or when there is room, or by `Declined`.
+    """A new size is requested for an existing lease. The answer is `Declined`, or `Resized`, at once or when there is room.
 
-    A growing resident lease keeps its reservation until its device has room for more; idle neighbours are suspended for it. An idle lease
-    that may move goes to a device with room. A new request replaces an older one that still waits.
+    A resident lease that grows keeps its reservation until its device has room for more, and idle neighbours are suspended for it. An idle
+    lease that may move goes to a device with room. A new request replaces an older one that still waits.
     """
 
     fraction_milli: int
@@ -275,7 +291,7 @@ class ResizeRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRequested(LeaseEvent):
-    """Keep the lease resident for `duration_ms` from now. Replaces an earlier pin. Answered by `Pinned` or `Declined`."""
+    """A request to keep the lease resident for `duration_ms` from now. It replaces an earlier pin. The answer is `Pinned` or `Declined`."""
 
     duration_ms: int
 
@@ -292,14 +308,14 @@ class SuspendOutcome(StrEnum):
     NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the lease becomes unarmed and gives its reservation back
     ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): still resident
     REFUSED = "refused"  # not possible now: still resident, and not tried again for a while
-    NO_MEMORY = "no-memory"  # like REFUSED: its job, pod or host does not have the memory for the saved state
+    NO_MEMORY = "no-memory"  # like REFUSED, because its job, pod or host does not have the memory for the saved state
     IMPOSSIBLE = "impossible"  # cannot be checkpointed: still resident, and not tried again while this process lives
     UNKNOWN = "unknown"  # the lease is quarantined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemoryNeeded(LeaseEvent):
-    """A suspend in progress must save `need_mib`, more than is reserved. The arbiter reserves it if the host has room."""
+    """A suspend in progress must save `need_mib`, which is more than is reserved. The arbiter reserves it if the host has room."""
 
     operation_id: int
     generation: int
@@ -308,13 +324,13 @@ class HostMemoryNeeded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFinished(LeaseEvent):
-    """The answer to `Suspend`. A stale one (operation or generation differs) is recorded and ignored."""
+    """The answer to `Suspend`. It is stale if its operation or generation differs. A stale answer is recorded and ignored."""
 
     operation_id: int
     generation: int
     outcome: SuspendOutcome
     saved_mib: int = 0
-    need_mib: int = 0  # what must be saved, if that was more than was reserved on the host and so nothing was saved
+    need_mib: int = 0  # what must be saved, if nothing was saved because this exceeds the reservation on the host
     sentence: str = ""
 
 
@@ -334,7 +350,7 @@ class ResumeFinished(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(LeaseEvent):
-    """The answer to `LookAgain`: a quarantined lease's real state. QUARANTINED with a sentence means that the driver failed."""
+    """The answer to `LookAgain`. It gives a quarantined lease's real state. QUARANTINED with a sentence means that the driver failed."""
 
     generation: int
     state: LeaseState
@@ -345,4 +361,4 @@ class TruthFound(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
-    """Time passed. Sent when the last `WakeAt` is due; early and extra ticks are harmless."""
+    """Time has passed. The driver sends a tick when the last `WakeAt` is due. Early and extra ticks are harmless."""

@@ -12,11 +12,11 @@ _MAY_HAVE_SAVED = (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANT
 
 
 class InvariantError(AssertionError):
-    """The books are inconsistent: a bug in the arbiter. The message lists everything that is broken."""
+    """The books are inconsistent, which is a bug in the arbiter. The message lists everything that is broken."""
 
 
 def check_devices(books: Books, device_ids: set[str]) -> None:
-    """Check law 1 on the devices where an event granted room. Raises InvariantError."""
+    """Check law 1 on the devices where an event granted room. Raise InvariantError if a device is over-committed."""
     for device_id in device_ids:
         device = books.devices[device_id]
         if device.free_mib < 0:
@@ -24,7 +24,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
-    """Check the whole state. Raises InvariantError listing everything that is broken."""
+    """Check the whole state. Raise InvariantError, with a list of everything that is broken, if it is inconsistent."""
     broken = [*_sums(books), *_queue(books)]
     for lease in books.leases.values():
         found = [
@@ -81,7 +81,7 @@ def _reservation(books: Books, lease: Lease) -> Iterator[str]:
 
 
 def _least_mib(books: Books, lease: Lease) -> int:
-    """Return the least that a lease must hold on each of its devices: its cap or its guaranteed memory, MiB."""
+    """Return the least memory that a lease must hold on each of its devices, its cap or its guaranteed memory, in MiB."""
     spec = lease.spec
     if books.reserves_cap(lease) or spec.request_mib is None:
         return spec.reserve_mib

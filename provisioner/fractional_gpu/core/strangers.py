@@ -1,8 +1,8 @@
-"""Suspend leases for strangers: programs without a lease that use memory reserved for leases.
+"""Suspends leases for strangers, which are programs without a lease that use memory reserved for leases.
 
-Idle leases are suspended, cheapest first, after their minimum residency, until a margin is free for the strangers to grow further. Busy
-leases are suspended only if their pool allows it (`yield-busy`), and only until the reservations fit. Each is resumed for its next cell,
-once there is room. So a stranger whose use goes up and down costs a lease at most one swap per minimum residency.
+Idle leases are suspended first, the cheapest first, after their minimum residency, until a margin is free in which the strangers can grow.
+Busy leases are suspended only if their pool allows it (`yield-busy`), and only until the reservations fit. Each lease is resumed for its
+next cell once there is room. A stranger whose use goes up and down therefore costs a lease at most one swap per minimum residency.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -37,7 +37,7 @@ def _make_way(changes: Changes, device: Device, free_mib: int, margin_mib: int) 
 
 
 def _leaving(books: Books, device: Device) -> list[Lease]:
-    """Return the leases to suspend for strangers now: idle ones first, then busy ones of pools that allow it."""
+    """Return the leases to suspend for strangers now. Idle leases come first, then busy leases of pools that allow it."""
     idle = [
         lease
         for lease in Victims(books).idle(device.spec.device_id)

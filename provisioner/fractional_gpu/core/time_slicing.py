@@ -1,10 +1,10 @@
-"""A model of contention: how kernels that share a device slow each other down. Integers only.
+"""A model of how much kernels that share a device slow each other down. It uses only integers.
 
-A kernel that uses the part u of its device when it runs alone leaves the device idle for 1 - u of the time. In company, its work on the
-device slows down by a factor k, and the rest keeps its pace: a cell takes 1 - u + u * k times its time alone, and uses u / (1 - u + u * k)
-of the device. If the kernels' total demand is at most the device, they fit into each other's pauses, and k is 1. Otherwise the device is
-never idle, and k is the value for which the uses add up to the whole device. There is exactly one, because each use falls as k grows. The
-model ignores the cost of context switches and of shared caches.
+A kernel that uses the part u of its device when it runs alone leaves the device idle for 1 - u of the time. Next to other kernels, its work
+on the device takes k times as long, and its other work takes as long as before. A cell then takes 1 - u + u * k times as long as alone, and
+uses u / (1 - u + u * k) of the device. If the kernels' total demand is at most the whole device, each runs in the others' pauses, and k
+is 1. Otherwise the device is never idle, and k is the value for which the uses add up to the whole device. There is exactly one such value,
+because each use falls as k grows. The model ignores the costs of context switches and of shared caches.
 """
 
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ _PARTS = 10**9  # unit of sums of uses, parts of a device
 
 
 def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI) -> int:
-    """Return k, in thousandths: 1000 if the demands fit, else the smallest integer for which the total use is at most the capacity.
+    """Return k in thousandths. It is 1000 if the demands fit, else the smallest integer for which the total use is at most the capacity.
 
-    `wants_milli`: each kernel's use when it runs alone, thousandths of a device, at most 1000. `capacity_milli`: the total use that is
-    possible; more than 1000 if one kernel alone cannot fill the device (MPS).
+    `wants_milli` has each kernel's use when it runs alone, in thousandths of a device, at most 1000. `capacity_milli` is the total use that
+    is possible. It is more than 1000 if one kernel alone cannot fill the device (MPS).
     """
     wants = [want for want in wants_milli if want]
     total_milli = sum(wants)
@@ -40,15 +40,15 @@ def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI)
 
 
 def slowed_milli(want_milli: int, k_milli: int) -> int:
-    """Return the time of a cell with this demand at this k, thousandths of its time alone, rounded up."""
+    """Return the time of a cell with this demand at this k, in thousandths of the time that it takes alone, rounded up."""
     return WHOLE_MILLI - want_milli + -(-want_milli * k_milli // WHOLE_MILLI)
 
 
 def most_wanted_milli(use_milli: int, largest_milli: int) -> int:
     """Return an upper bound on the demand of a kernel that uses `use_milli` of a full device, if the largest use is `largest_milli`.
 
-    No demand exceeds the whole device, so k is at most 1 / largest. The demand then follows from the use: u = use / (1 - use * (k - 1)).
-    It is at least the use.
+    No demand exceeds the whole device, so k is at most 1 / largest. The demand u follows from the use: u = use / (1 - use * (k - 1)). It is
+    at least the use.
     """
     largest_milli = max(use_milli, largest_milli, 1)
     rest = WHOLE_MILLI * largest_milli - use_milli * (WHOLE_MILLI - largest_milli)

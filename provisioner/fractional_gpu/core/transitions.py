@@ -38,7 +38,7 @@ class Cause(StrEnum):
 
 
 class IllegalTransitionError(AssertionError):
-    """The arbiter tried to make a change that is not in the table. Always a bug in the arbiter, never the caller's fault."""
+    """The arbiter tried to make a change that is not in the table. This is always a bug in the arbiter, never the caller's fault."""
 
 
 _S = LeaseState
@@ -79,11 +79,11 @@ TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
     _S.QUARANTINED: {**_FOUND, **_END},
     _S.ENDED: {},
 }
-"""State -> cause -> next state. `None`: a lease that is new to the arbiter."""
+"""The next state, by state and cause. The state None stands for a lease that is new to the arbiter."""
 
 
 def next_state(old: LeaseState | None, cause: Cause) -> LeaseState:
-    """Return the next state. Raises IllegalTransitionError if the table has none."""
+    """Return the next state. Raise IllegalTransitionError if the table has none."""
     try:
         return TABLE[old][cause]
     except KeyError:

@@ -1,1 +1,1 @@
-"""What the arbiter knows: leases, devices, accounts, tickets."""
+"""The arbiter's state, which consists of leases, devices, accounts and tickets."""

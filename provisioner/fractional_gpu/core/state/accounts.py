@@ -1,11 +1,12 @@
-"""Per-pool accounts of owners and groups: their leases, for limits, and their virtual time, for fair shares.
+"""The accounts of owners and groups in each pool. They have the leases, for limits, and the virtual times, for fair shares.
 
-An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy or pinned on a device, or
-hold a reservation for a process that has not started; likewise a lease's, among its owner's. The least virtual time is served first. After
-a pause of more than `_PAUSE_MS`, an owner starts at the least virtual time of the contending owners, so it cannot save up a share
-(start-time fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device pays nothing, because it makes room for any other lease.
+An owner's virtual time in a pool grows by milli-GPU times milliseconds, divided by the owner's weight. It grows while the owner's leases
+are busy or pinned on a device, or hold a reservation for a process that has not started. Each lease also has a virtual time, which is
+compared with those of the owner's other leases. The least virtual time is served first. After a pause of more than `_PAUSE_MS`, an owner
+starts at the least virtual time of the contending owners, so that no owner can save up a share (start-time fair queueing, Goyal, Vin and
+Cheng 1996). An idle lease on a device is charged nothing, because it makes room for any other lease.
 
-An account without leases is dropped once it equals an empty account; at most `_MOST_FORMER` are kept.
+An account without leases is dropped once it equals an empty account. At most `_MOST_FORMER` such accounts are kept.
 """
 
 from collections.abc import Callable
@@ -18,13 +19,13 @@ _PAUSE_MS = 10_000
 
 
 class Accounts:
-    """The accounts of all pools. `shares_by_time` returns whether a lease's pool shares by virtual time."""
+    """The accounts of all pools. The function `shares_by_time` returns whether a lease's pool shares by virtual time."""
 
     def __init__(self, shares_by_time: Callable[[Lease], bool]) -> None:
         self._shares_by_time = shares_by_time
         self._owners: dict[tuple[str, str], Account] = {}  # by pool and name
         self._groups: dict[tuple[str, str], Account] = {}
-        self._floors: dict[str, int] = {}  # by pool: start of an owner that contends again
+        self._floors: dict[str, int] = {}  # by pool, the virtual time at which an owner starts that contends again
 
     def owner(self, pool: str, name: str) -> Account:
         return self._owners.get((pool, name)) or Account(name=name)
@@ -60,7 +61,7 @@ class Accounts:
             self._forget_former(now_ms)
 
     def _forget_former(self, now_ms: int) -> None:
-        """Drop the accounts without leases that equal an empty account, and the oldest ones if there are too many."""
+        """Drop the accounts without leases that equal an empty account. If there are none, drop the oldest beyond `_MOST_FORMER`."""
         former = [key for key, account in self._owners.items() if not account.leases]
         equal = [key for key in former if self._equals_empty(key[0], self._owners[key], now_ms)]
         for key in equal or former[:-_MOST_FORMER]:
@@ -73,7 +74,7 @@ class Accounts:
     # -- shares ----------------------------------------------------------------------------------------------------------
 
     def advance(self, passed_ms: int) -> None:
-        """Charge running leases for the last `passed_ms`."""
+        """Charge leases whose meters run for the last `passed_ms`."""
         for account in self._owners.values():
             for lease in account.contenders.values():
                 if lease.meter.is_running:
@@ -85,9 +86,9 @@ class Accounts:
         return self.of(lease).time_ms, lease.time_ms
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
-        """Return the total weight of the contending owners in the lease's pool, and of the contending leases of its owner.
+        """Return the total weight of the contending owners in the lease's pool, and the total weight of its owner's contending leases.
 
-        The totals are at least the weights of the owner and of the lease.
+        The totals are never less than the weights of the owner and of the lease.
         """
         account = self.of(lease)
         owners = sum(one.weight for one in self._contending(lease.spec.pool))
@@ -95,7 +96,7 @@ class Accounts:
         return max(owners, account.weight), max(own, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Start or stop the lease's meter, and update whether it contends, if its pool shares by virtual time."""
+        """Start or stop the lease's meter and update whether the lease contends, if its pool shares by virtual time."""
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # no decision depends on it
@@ -114,7 +115,7 @@ class Accounts:
             self._stop_contending(lease, account, now_ms)
 
     def fall_behind(self, lease: Lease) -> None:
-        """Put the owner behind all contending owners of the pool: it had its turn, but no process started."""
+        """Put the lease's owner behind all contending owners of the pool, because it had its turn and no process started."""
         if not self._shares_by_time(lease):
             return
         account = self.of(lease)
@@ -130,7 +131,7 @@ class Accounts:
             floor = self._raise_floor(lease.spec.pool)
             if _was_absent(account.idle_since_ms, now_ms):
                 account.usage = max(account.usage, _usage(floor, account.weight))
-        # Likewise among the owner's leases: a lease that was absent starts at the least virtual time of the others.
+        # In the same way, a lease that was absent starts at the least virtual time of its owner's other leases.
         self._raise_own_floor(account)
         if _was_absent(lease.meter.idle_since_ms, now_ms):
             lease.meter.usage = max(lease.meter.usage, _usage(account.floor, lease.spec.weight))
@@ -147,7 +148,7 @@ class Accounts:
     def _raise_floor(self, pool: str) -> int:
         """Raise the pool's floor to the least virtual time of its contending owners, and return it.
 
-        The floor never falls: otherwise an owner could gain by pausing while others pause.
+        The floor never falls, because an owner could otherwise gain by pausing while others pause.
         """
         least_ms = min((account.time_ms for account in self._contending(pool)), default=0)
         self._floors[pool] = max(self._floors.get(pool, 0), least_ms)

@@ -1,8 +1,8 @@
-"""The arbiter's books: pools, devices, leases, and the queue.
+"""The arbiter's books, which record the pools, devices and leases, and the queue.
 
-Only `Books` writes a lease's `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate`, `ticket` and (unless the lease is emptied
-or recovered) `busy`. Derived values are computed when read. Only the leases on each device, the sums of unchanged devices and the sums of
-host memory are stored; `laws` checks them against recomputed values.
+Only `Books` writes a lease's `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate` and `ticket`. It also writes `busy`, unless
+the lease is emptied or recovered. Most derived values are computed when they are read. Only the leases on each device, the sums of
+unchanged devices and the sums of host memory are stored, and `laws` checks them against recomputed values.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from fractional_gpu.core.state.accounts import Accounts
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Ticket
 from fractional_gpu.core.time_slicing import WHOLE_MILLI
 
-_LONGEST_HOLD_MS = 3_600_000  # without an event, no more than this counts: a night counts as an hour
+_LONGEST_HOLD_MS = 3_600_000  # no more than this counts between two events, so a night without events counts as an hour
 
 
 class Books:
@@ -28,22 +28,22 @@ class Books:
         self.leases: dict[str, Lease] = {}
         self.waiting: dict[str, Lease] = {}  # leases with a ticket
         self.accounts = Accounts(self.shares_by_time)
-        self.idle_held: dict[str, int] = {}  # by pool: what idle leases held since the last grant, MiB times ms
+        self.idle_held: dict[str, int] = {}  # by pool: MiB times ms that idle leases have held since the last grant
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
-        self.parked: dict[str, Lease] = {}  # need room before they start; some have no ticket yet (`starting`)
-        self.unsaved: dict[str, str] = {}  # why leases cannot be saved before their device goes away, a sentence
+        self.parked: dict[str, Lease] = {}  # leases that need room before their process starts, but have no ticket yet
+        self.unsaved: dict[str, str] = {}  # by lease: a sentence that explains why it cannot be saved before a deadline
         self.recheck_ms: int | None = None  # when a decision may change without an event (`recheck_at`)
         self._number = 0
 
     def recheck_at(self, at_ms: int) -> None:
-        """Schedule a decision for `at_ms`, unless an earlier one is scheduled; a past time is ignored."""
+        """Schedule a decision for `at_ms`, unless an earlier one is scheduled. A time in the past is ignored."""
         if at_ms > self.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
             self.recheck_ms = at_ms
 
     def is_time(self, at_ms: int | None) -> bool:
-        """Return whether it is `at_ms` or later (None: never); schedule a decision for a future time."""
+        """Return whether it is `at_ms` or later, and schedule a decision if that time is still to come. None means never."""
         if at_ms is None:
             return False
         self.recheck_at(at_ms)
@@ -89,10 +89,10 @@ class Books:
             self.refresh(lease)
 
     def see_utilisation(self, lease: Lease, util_milli: int) -> None:
-        """Learn the lease's compute demand from its utilisation over the last period, thousandths of a device.
+        """Learn the lease's compute demand from its utilisation over the last period, in thousandths of a device.
 
         The running cell is judged by its own samples, because the cells of one kernel differ more than kernels do. While busy leases use
-        the whole device, a lease's demand is between its sample and the bound that `time_slicing` derives from it.
+        the whole device, a lease's demand lies between its sample and the upper bound that `time_slicing` derives from the sample.
         """
         if lease.occupancy is not OccupancyKind.BUSY:
             return
@@ -110,7 +110,7 @@ class Books:
         self._forget_sums(lease)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
-        """Open or close the lease's gate; `next_cell` is the ticket of a cell that waits at it."""
+        """Open or close the lease's gate. `next_cell` is the ticket of the cell that waits at the gate, if any."""
         lease.gate.closed, lease.gate.ticket = closed, next_cell
         self.refresh(lease)
 
@@ -119,7 +119,7 @@ class Books:
         return [lease for lease in self.leases.values() if lease.gate.closed]
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
-        """Set the lease's devices and its reservation on each; with 0 they are the devices that it was last on."""
+        """Set the lease's reservation on each of these devices. If it is 0, only record that the lease was last on these devices."""
         held_mib = held_mib if device_ids else 0
         for device in self._devices_of(lease):
             if device.spec.device_id not in device_ids or not held_mib:
@@ -131,7 +131,7 @@ class Books:
         self.refresh(lease)
 
     def set_strangers(self, device: Device, stranger_mib: int) -> None:
-        """Set the strangers' memory on a device, and recompute which part belongs to leases without a reservation."""
+        """Set how much memory strangers use on a device, and recompute which part belongs to leases without a reservation."""
         device.stranger_mib = stranger_mib
         for lease in self.in_state(LeaseState.NO_CONTEXT):
             if device.spec.device_id in lease.device_ids:
@@ -149,14 +149,15 @@ class Books:
         self.spread_saved(lease)
 
     def spread_saved(self, lease: Lease) -> None:
-        """Compute the reservation per device for saved state: equal parts, because each device's part is unknown."""
+        """Compute the reservation per device for saved state. It is divided equally, because each device's part is unknown."""
         lease.saved_each_mib = self._fitting_mib(lease, -(-lease.saved_mib // lease.count))
         lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
 
     def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
         """Return the reservation per device for a lease that needs `each_mib` there.
 
-        A kernel that grew into the device's overhead has more than can be reserved, but must be able to resume: reserve all there is.
+        A kernel that grew into the device's overhead needs more than can be reserved, but must be able to resume. It gets all that can be
+        reserved.
         """
         if not lease.saved_mib:
             return each_mib
@@ -167,13 +168,13 @@ class Books:
         return leasable_mib if fits_alone else each_mib
 
     def resize(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Change the lease's size; its current reservation stays."""
+        """Change the lease's size. Its current reservation does not change."""
         lease.spec = spec
         lease.size_mib = self.reserve_mib(lease, spec)
         self.refresh(lease)
 
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return the reservation per device at this size, MiB: the cap, or the used (or saved) memory plus headroom."""
+        """Return the reservation per device at this size, in MiB. It is the cap, or the used (or saved) memory plus headroom."""
         pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
         if self.reserves_cap(lease):
             return max(spec.reserve_mib, lease.saved_each_mib)
@@ -181,21 +182,21 @@ class Books:
         return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
 
     def reserves_cap(self, lease: Lease) -> bool:
-        """Whether the lease reserves its whole cap: by its pool's policy, or because it has several devices."""
+        """Return whether the lease reserves its whole cap, by its pool's policy or because it has several devices."""
         return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
 
     def revoke(self, lease: Lease, ends_ms: int) -> None:
-        """Revoke a lease whose seat has ended; the broker ends its processes at `ends_ms`."""
+        """Revoke a lease whose seat has ended. The broker ends its processes at `ends_ms`."""
         lease.ends_ms = ends_ms
         self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Reinstate a revoked lease on a new seat; `spec` differs only in the seat."""
+        """Reinstate a revoked lease on a new seat. `spec` differs from the old one only in the seat."""
         lease.spec, lease.ends_ms = spec, None
         self.refresh(lease)
 
     def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Set a spec that differs only in priority; the ticket keeps its age."""
+        """Set a spec that differs from the old one only in priority. The ticket keeps its age."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             own = ticket.resize_to is lease.spec
@@ -205,7 +206,7 @@ class Books:
         lease.spec = spec
 
     def refresh(self, lease: Lease) -> None:
-        """Invalidate the sums of the lease's devices and update its meter, after a change."""
+        """Invalidate the sums of the lease's devices and update its meter. Call this after each change."""
         self._forget_sums(lease)
         self.accounts.meter(lease, self.now_ms)
 
@@ -232,7 +233,7 @@ class Books:
 
     @property
     def host_left_mib(self) -> int:
-        """Host memory that suspends can still reserve."""
+        """The host memory that suspends can still reserve, in MiB."""
         return self.host_budget_mib - self.host_saved_mib - self.host_reserved_mib
 
     @property
@@ -240,7 +241,7 @@ class Books:
         return [device for device in self.devices.values() if device.draining]
 
     def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
-        """Return whether a device of the lease has a drain deadline; with `later`, one in the future."""
+        """Return whether a device of the lease has a drain deadline. With `later`, only deadlines in the future count."""
         return any(not later or at_ms > self.now_ms for at_ms in self._deadlines_ms(lease))
 
     def deadline_ms(self, lease: Lease) -> int | None:
@@ -289,7 +290,7 @@ class Books:
         return () if device is None else device.holders.values()
 
     def kind_of(self, device_id: str | None) -> str:
-        """Return the device's model name; "" for an unknown device."""
+        """Return the device's model name, or an empty string for an unknown device."""
         device = self.devices.get(device_id or "")
         return device.spec.name if device is not None else ""
 
@@ -301,7 +302,7 @@ class Books:
         return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
 
     def shares_by_time(self, lease: Lease) -> bool:
-        """Whether the lease's pool shares by virtual time."""
+        """Return whether the lease's pool shares by virtual time."""
         return self.policy(lease).preempt_equals
 
     # -- the queue -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The records in the books: operations, tickets, accounts, leases, devices.
+"""The records in the books: operations, tickets, accounts, leases and devices.
 
-`Books` writes the fields that sums depend on (state, reservations, host memory, gates, `busy`), and `Accounts` writes accounts and meters.
+`Books` writes the fields that sums depend on: state, reservations, host memory, gates and `busy`. `Accounts` writes accounts and meters.
 Derived values are properties.
 """
 
@@ -12,9 +12,9 @@ from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpe
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 
 HOST_MARGIN_MIB = 64
-"""The fixed part of a suspend's margin over the last measured use (`Lease.host_margin_mib`)."""
+"""The fixed part of the margin that a suspend adds to the last measured use, in MiB (`Lease.host_margin_mib`)."""
 HOST_MARGIN_PARTS = 16
-"""The proportional part: the use divided by this."""
+"""The proportional part of that margin is the use divided by this."""
 _FIRST_PAUSE_MS = 1_000
 _MOST_DOUBLINGS = 16
 UNIT = 100  # the usual weight
@@ -38,7 +38,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a ticket waits or a request is refused: a code, a sentence for people, and the leases in the way."""
+    """Why a ticket waits or a request is refused, with a code, a sentence for people and the leases in the way."""
 
     code: str
     sentence: str
@@ -46,7 +46,7 @@ class Reason:
 
 
 class OccupancyKind(IntEnum):
-    """How a lease occupies its devices. Decides whether its memory can be freed for others."""
+    """How a lease occupies its devices, which determines whether its memory can be freed for others."""
 
     NONE = 0  # it holds nothing
     IDLE = 1  # resident, and no cell runs
@@ -57,11 +57,11 @@ class OccupancyKind(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class ShownForecast:
-    """The last forecast of a wait that was shown. Only for display (`forecast_recorder`); no decision depends on it."""
+    """The forecast of a wait that was shown last. It is only for display (`ForecastRecorder`), and no decision depends on it."""
 
     since_ms: int  # when the wait, or the resume that ends it, started
-    until_ms: int  # the upper end
-    missed_ms: int = 0  # how long the wait had lasted when it first exceeded a shown forecast; 0: it never did
+    until_ms: int  # the upper end of the forecast
+    missed_ms: int = 0  # how long the wait had lasted when it first exceeded a shown forecast; 0 if it never did
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,24 +79,24 @@ class Ticket:
     after_suspend: "Ticket | None" = None  # restored if the lease is suspended while it waits to grow
     preempted: bool = False  # filed because the busy lease was preempted; withdrawn only when the lease ends
     due_ms: int = 0  # estimate of when the ticket becomes due; 0: not computed yet
-    waited_long: bool = False  # longer than its share explains, in a pool that shares by virtual time
-    # In such a pool: busy leases are preempted for it. Without this they would often precede it and take the room back
+    waited_long: bool = False  # it has waited longer than its share explains, in a pool that shares by virtual time
+    # In such a pool, busy leases are preempted for the ticket. Without this mark, they would often precede it and take the room back
     is_promised: bool = False
     expected: WaitSpan | None = None  # the wait forecast when the ticket was filed
     shown: ShownForecast | None = None
     reason: str = "wait.new"  # code of this wait in the lease's story
-    wait: Reason | None = None  # why the last pass did not serve it; None: no room
+    wait: Reason | None = None  # why the last pass did not serve it; None if there was no room
     saves_ms: int = 0  # expected duration of the suspends of idle leases that were started for it
 
     @property
     def is_due(self) -> bool:
-        """Whether it precedes the other tickets of its priority."""
+        """Whether the ticket precedes the other tickets of its priority."""
         return self.waited_long or self.is_promised
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
-    """An owner's or group's account in one pool: its leases for limits, pinned time, and use for fair shares."""
+    """The account of an owner or group in one pool. It has the leases and pinned time, for limits, and the use, for fair shares."""
 
     name: str
     leases: dict[str, "Lease"] = field(default_factory=dict)
@@ -109,14 +109,14 @@ class Account:
     pinned_at_ms: int = 0  # when `pinned_ms` was computed
 
     def spent_pin_ms(self, pool: PoolSpec, now_ms: int) -> int:
-        """Return what is used up of its budget of pins, which comes back evenly over a day."""
+        """Return how much of the pin budget is used up, in ms. Used time is restored evenly over a day."""
         passed_ms = now_ms - self.pinned_at_ms
         back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // DAY_MS
         return max(0, self.pinned_ms - back_ms)
 
     @property
     def milli(self) -> int:
-        """The sum of the fractions of all its leases."""
+        """The sum of the fractions of all its leases, in milli-GPU."""
         return sum(lease.milli for lease in self.leases.values())
 
     @property
@@ -129,18 +129,18 @@ class Account:
 
     @property
     def time_ms(self) -> int:
-        """Its virtual time among the owners of the pool."""
+        """The virtual time by which owners of the pool are compared."""
         return self.usage * UNIT // self.weight
 
     @property
     def busy_milli(self) -> int:
-        """The milli-GPU that are busy now. Every lease whose meter runs is a contender."""
+        """The milli-GPU that its leases are charged for now. Every lease whose meter runs is a contender."""
         return sum(lease.milli for lease in self.contenders.values() if lease.meter.is_running)
 
 
 @dataclass(slots=True, eq=False)
 class UsageMeter:
-    """How much a lease has used devices, for fair shares. Written by `Accounts`."""
+    """How much a lease has used devices, for fair shares. `Accounts` writes it."""
 
     usage: int = 0  # milli-GPU times milliseconds that the lease was busy on a device
     is_running: bool = False  # it is busy on a device now
@@ -148,13 +148,13 @@ class UsageMeter:
 
 
 def pause_ms(failures: int, longest_ms: int) -> int:
-    """Return the pause before the next attempt at a swap, ms; it doubles with each failure."""
+    """Return the pause before the next attempt at a swap, in ms. It doubles with each failure."""
     return min(_FIRST_PAUSE_MS << min(failures, _MOST_DOUBLINGS), longest_ms)
 
 
 @dataclass(slots=True, eq=False)
 class SwapRetries:
-    """A lease's failed swaps, and when to try again. Written by `OperationResults` and `Changes`."""
+    """A lease's failed swaps, and when to try again. `OperationResults` and `Changes` write it."""
 
     suspend_after_ms: int = 0  # the lease is not chosen for a suspend before this
     aborted_suspends: int = 0  # in a row
@@ -171,16 +171,16 @@ class SwapRetries:
 
 @dataclass(slots=True, eq=False)
 class CacheShrink:
-    """What is known about an idle lease's caches. Reset when the lease runs a cell or leaves its devices."""
+    """What is known about an idle lease's caches. It is reset when the lease runs a cell or leaves its devices."""
 
     is_requested: bool = False  # the kernel was asked to free its caches, and has not answered
-    succeeded: bool | None = None  # whether it freed them; None: not asked, or not answered
+    succeeded: bool | None = None  # whether it freed them; None if it was not asked or has not answered
     host_floor_mib: int = 0  # what a suspend found that it must save, if that exceeded the reservation
 
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """The gate before a resident lease's cells. It closes for an older ticket (see `queue`). Written by `Books`."""
+    """The gate before a resident lease's cells. It closes for an older ticket (see `queue`). `Books` writes it."""
 
     closed: bool = False  # the next cell must ask before it runs
     open_until_ms: int = 0  # the gate does not close for others before this
@@ -262,7 +262,7 @@ class Lease:
         self.lease_id = self.spec.lease_id
 
     def forget_shrinking(self) -> None:
-        """Reset what was learnt about its caches."""
+        """Reset what was learnt about the lease's caches."""
         shrink = self.shrink
         shrink.is_requested, shrink.succeeded, shrink.host_floor_mib = False, None, 0
 
@@ -290,7 +290,7 @@ class Lease:
 
     @property
     def counted_milli(self) -> int:
-        """Its demand on its devices while it is busy, or has room for a cell."""
+        """The demand that counts for it on its devices while it is busy or has room for a cell, in thousandths."""
         if self.occupancy is OccupancyKind.BUSY:
             return self.busy_milli
         is_coming = self.let_in and self.held_mib and self.state in (LeaseState.RESIDENT, LeaseState.RESUMING)
@@ -298,12 +298,15 @@ class Lease:
 
     @property
     def resting_milli(self) -> int:
-        """The demand counted for it while idle: a fraction of its full demand, for its next cell."""
+        """The demand that counts for it while it is idle, in thousandths. This is a fraction of its full demand, for its next cell."""
         return self.demand_milli // _RESTING_PARTS if self.occupancy is OccupancyKind.IDLE and not self.let_in else 0
 
     @property
     def busy_milli(self) -> int:
-        """Its demand on each device while busy, thousandths: from the running cell's samples if there are any, else as learnt."""
+        """Its demand on each device while it is busy, in thousandths.
+
+        This comes from the running cell's samples if there are any, and otherwise from what was learnt before.
+        """
         return self.demand_milli if self.cell_milli is None else self.cell_milli
 
     @property
@@ -313,7 +316,7 @@ class Lease:
 
     @property
     def is_unsuspendable(self) -> bool:
-        """Whether it has memory that cannot be saved, or could allocate some at any time."""
+        """Whether it has memory that cannot be saved, or could allocate such memory at any time."""
         return bool(self.unsuspendable_reason) and (self.used_mib > 0 or not self.spec.gated)
 
     @property
@@ -322,7 +325,7 @@ class Lease:
 
     @property
     def home_id(self) -> str | None:
-        """The first of the devices whose memory was saved."""
+        """The first of the devices from which its memory was saved."""
         return self.home_ids[0] if self.home_ids else None
 
     @property
@@ -333,7 +336,7 @@ class Lease:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether its ticket waits only for room. A lease in an operation or in quarantine waits for the end of that first."""
+        """Whether its ticket waits only for room. A lease in an operation or in quarantine first waits until that has ended."""
         if self.ticket is None:
             return False
         if self.state is LeaseState.UNATTACHED and not self.held_mib:
@@ -342,7 +345,7 @@ class Lease:
 
     @property
     def ask_mib(self) -> int:
-        """The memory that its ticket needs on each device: all of it, or only the growth."""
+        """The memory that its ticket needs on each device, in MiB. If it grows in place, that is only the growth."""
         return self.ticket.extra_mib if self.ticket is not None and self.is_growing else self.need_mib
 
     @property
@@ -356,34 +359,40 @@ class Lease:
 
     @property
     def milli(self) -> int:
-        """Its size in limits and shares, milli-GPU."""
+        """Its size for limits and shares, in milli-GPU."""
         return self.spec.fraction_milli * self.spec.devices
 
     @property
     def time_ms(self) -> int:
-        """Its virtual time among its owner's leases."""
+        """The virtual time by which its owner's leases are compared."""
         return self.meter.usage * UNIT // max(1, self.spec.weight)
 
     @property
     def bound_ids(self) -> tuple[str, ...]:
-        """The devices where its context remains after it gave up its reservation."""
+        """The devices where a context of the lease remains although it has given up its reservation."""
         return self.device_ids if self.state is LeaseState.NO_CONTEXT and self.unreserved_mib else ()
 
     @property
     def need_mib(self) -> int:
-        """The memory that must be free on each device: its pool's reservation, or the saved state if that exceeds its cap."""
+        """The memory that must be free on each device, in MiB.
+
+        This is the reservation that its pool makes for it, or what its saved state needs if that is more.
+        """
         if self.bound_ids:
             return max(1, self.size_mib - self.unreserved_mib)
         return max(self.size_mib, self.saved_each_mib) if self.saved_mib else self.size_mib
 
     @property
     def used_each_mib(self) -> int:
-        """Its use per device: an equal part if there are several."""
+        """Its use per device, in MiB. If it has several devices, each counts an equal part."""
         return self.used_mib if self.count == 1 else -(-self.used_mib // self.count)
 
     @property
     def host_need_mib(self) -> int:
-        """What a suspend is expected to save: its last measured use, else its reservation; at least what an earlier suspend found."""
+        """The host memory that a suspend is expected to need, in MiB.
+
+        This is the last measured use, or the reservation if nothing was measured. It is at least what an earlier suspend found.
+        """
         need_mib, floor_mib = self.used_mib, self.shrink.host_floor_mib
         if not need_mib:  # it has a reservation, so reserve something for its state, too
             need_mib = 1 if self.is_measured else max(1, self.held_mib * len(self.device_ids))
@@ -391,11 +400,11 @@ class Lease:
 
     @property
     def host_margin_mib(self) -> int:
-        """What to reserve beyond `host_need_mib` if the host has room, so that a low estimate does not fail the suspend.
+        """The host memory to reserve beyond `host_need_mib` if the host has room, so that the suspend does not fail if the estimate is low.
 
-        A lease may use more by the time it is locked: small allocations (`HOST_MARGIN_MIB`), what grows with the data (one part in
-        `HOST_MARGIN_PARTS`), and, while it is busy, the growth between two measurements. No margin is needed for a size that was counted
-        under locks (`host_floor_mib`) or after the caches were freed.
+        A lease may use more by the time it is locked. The margin covers small allocations (`HOST_MARGIN_MIB`), allocations that grow with
+        the data (one part in `HOST_MARGIN_PARTS`) and, while the lease is busy, the growth between two measurements. No margin is needed
+        for a size that was counted under locks (`host_floor_mib`) or after the caches were freed.
         """
         need_mib = self.host_need_mib
         if self.shrink.succeeded or need_mib == self.shrink.host_floor_mib:
@@ -408,7 +417,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class EarlySwap:
-    """A swap for an expected cell: wasted unless the cell follows."""
+    """A swap for an expected cell. It is wasted if the cell does not follow."""
 
     lease_id: str  # the lease whose cell is expected
     at_ms: int
@@ -433,7 +442,7 @@ class Device:
 
     spec: DeviceSpec
     stranger_mib: int = 0
-    makes_way: bool = False  # strangers have grown into its reservations: leases leave until a margin is free
+    makes_way: bool = False  # strangers have grown into its reservations, so leases leave until a margin is free
     lost: bool = False
     draining: bool = False
     evict_busy: bool = False
@@ -466,12 +475,15 @@ class Device:
 
     @property
     def lease_capacity_mib(self) -> int:
-        """What a single lease could reserve, MiB."""
+        """The memory that a single lease could reserve, in MiB."""
         return self.spec.leasable_mib - self.stranger_mib
 
     @property
     def free_mib(self) -> int:
-        """What is left for leases, MiB: negative if over-committed; at most 0 if the device is lost or one lease has all of it."""
+        """The memory that is left for leases, in MiB.
+
+        It is negative if the device is over-committed, and at most 0 if the device is lost or one lease has all of it.
+        """
         return self.sums.free_mib
 
     @property
@@ -479,14 +491,14 @@ class Device:
         return self.free_mib + self.mib(OccupancyKind.IDLE) + self.mib(OccupancyKind.SUSPENDING)
 
     def most_needed_milli(self, seen_milli: int) -> int:
-        """Return the upper bound on the demand of a busy lease that was seen to use `seen_milli`: the same, unless the device is full."""
+        """Return an upper bound on the demand of a busy lease with a sample of `seen_milli`. It is the sample unless the device is full."""
         busy = [lease for lease in self.holders.values() if lease.occupancy is OccupancyKind.BUSY]
         if len(busy) < 2:
             return seen_milli
         used = [lease.demand_milli if lease.seen_milli is None else lease.seen_milli for lease in busy]
         if sum(used) < _FULL_MILLI:
             return seen_milli
-        # If a sample is missing, or the sum shows that they were not simultaneous, the largest use is unknown.
+        # If a sample is missing, or the sum shows that the samples were not simultaneous, the largest use is unknown.
         if sum(used) > _SAME_TIME_MILLI or any(lease.seen_milli is None for lease in busy):
             return WHOLE_MILLI
         most_milli = most_wanted_milli(seen_milli, max(used))
