@@ -1,1 +1,1 @@
-"""One kernel as the broker sees it: its process, its IOPub, its extension, and the checks of its client's claims."""
+"""One kernel as the broker sees it: its process, IOPub and extension, and the checks of what its client claims."""

@@ -1,9 +1,11 @@
-"""A kernel's two connections: its Jupyter connection, whose fields and endpoints are checked, and its gate's stream.
+"""A kernel's two connections: its Jupyter connection, whose fields and endpoints are checked, and the stream to its gate.
 
-The broker connects to a kernel's sockets with its own rights, so it connects only where no other user can have put them:
+The broker connects to a kernel's sockets with its own rights. So it connects only to sockets that no other user can have put there:
 
-- A UNIX socket: in a folder that the kernel's user owns and no other user can write to, below folders where no other user can replace it.
-- A TCP port: on a loopback address (also of a kernel that listens on all addresses), but no port that a system service listens on.
+- A UNIX socket must be in a folder that the kernel's user owns and no other user can write to. No other user may be able to replace a
+  folder above it.
+- A TCP port must be on a loopback address, even if the kernel listens on all addresses. It must not be a port on which a system service
+  listens.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ from fractional_gpu.protocol.messages import COMMAND, GateAnswer, GateCommand, G
 
 _LONGEST_PATH: Final = 100  # bytes; UNIX sockets allow 107
 _FIRST_PORT: Final = 1024
-# Jupyter's default and its twin; other digests may cost the broker much more for each message.
+# Jupyter's default and its larger variant. Other digests may cost the broker much more for each message.
 _DIGESTS: Final = ("sha256", "sha512")
 _WRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
 
@@ -53,7 +55,7 @@ class Connection:
     shell: str
     key: bytes = field(repr=False)
     digest: str  # hashlib name
-    curve: tuple[bytes, bytes] | None = field(repr=False)  # public and secret key, Z85
+    curve: tuple[bytes, bytes] | None = field(repr=False)  # public and secret key, Z85-encoded
 
 
 def connection_from_json(info: object) -> Connection:
@@ -90,7 +92,10 @@ def connection_from_json(info: object) -> Connection:
 
 
 def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
-    """Check the endpoints of a kernel with this user and pid. Blocks (folders may be on a network). Raises ValueError, one sentence."""
+    """Check the endpoints of a kernel with this user and pid. Raises ValueError with one sentence.
+
+    Blocks, because folders may be on a network filesystem.
+    """
     for endpoint in (connection.iopub, connection.shell):
         transport, _, address = endpoint.partition("://")
         if transport == "ipc":
@@ -105,7 +110,7 @@ def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
 def _check_folder(folder: Path, uid: int) -> None:
     why = ""
     try:
-        # The path's present target. If anyone but the owner or root could redirect it, it is refused below.
+        # The folder that the path currently leads to. The checks below refuse it if anyone but the owner or root could redirect the path.
         real = Path(os.path.realpath(folder, strict=True))
         own = real.stat()
         if not stat.S_ISDIR(own.st_mode) or own.st_uid != uid:
@@ -129,7 +134,7 @@ def _check_mounts(folder: Path, pid: int) -> None:
     try:
         same = shows_same_folder(pid, folder)
     except PermissionError:
-        same = True  # other users' namespaces are not readable: check the folder as usual
+        same = True  # other users' namespaces are unreadable, so check the folder as usual
     except OSError:
         same = False
     if not same:
@@ -171,7 +176,7 @@ def _is_curve_key(key: object) -> bool:
         return False
     try:
         return len(z85.decode(key)) == 32
-    except (ValueError, struct.error):  # five characters can say more than 32 bits
+    except (ValueError, struct.error):  # five characters can encode more than 32 bits
         return False
 
 
@@ -184,17 +189,18 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
-# The broker's end of the line to one kernel's extension: commands go down a stream, answers come back as requests.
+# The broker's end of the connection to one kernel's extension. Commands go down a stream, and answers come back as requests.
 #
-# The broker must know whether Python still runs in the kernel. It writes a keep-alive and looks a moment later whether it was read, which
-# takes a step of Python (`BrokerClient.gate`). If the broker cannot see that, a request every few seconds, the pulse, shows the same.
+# The broker must know whether the kernel still runs Python code. It writes a keep-alive and checks a moment later whether it was read,
+# which takes a step of Python (`BrokerClient.gate`). If the broker cannot see that, the extension sends a request every few seconds, the
+# pulse.
 
 
-# Between keep-alives while the gate is open: no decision depends on them then.
+# Between keep-alives while the gate is open, since no decision depends on them then.
 OPEN_LINE_S: Final = 3 * PULSE_S
 _RESERVED: Final = re.compile(r"\breserved_mib=(\d{1,9})\b", re.ASCII)
 _MOST_INPUTS = 64
-_QUEUE = 64  # commands that the extension has not read; with more, the line is given up
+_QUEUE = 64  # commands that the extension has not read; the connection is closed if there are more
 
 
 class GateLink:
@@ -203,13 +209,13 @@ class GateLink:
     def __init__(self, now_s: float, inputs: Iterable[str] = ()) -> None:
         self.last_pulse_s = now_s
         self.exempt = False  # the running cell declared that it does not use the GPU (`%%cpu`, `%gpu`)
-        self.inputs = frozenset(inputs)  # the requests that wait for input, and use no GPU
+        self.inputs = frozenset(inputs)  # the requests that wait for the user's input, and so use no GPU
         self.closed = False
-        self.mute = False  # the last command got no answer in time, and nothing came from the extension since
+        self.mute = False  # the last command got no answer in time, and the extension has sent nothing since
         self.detail = ""  # of the last answer
-        self.reserved_mib: int | None = None  # the frameworks' memory in the last answer, if given
-        self.stream: Any = None  # once it carries anything: the route, which has `keep_alive` and `is_read`
-        self._line_s = now_s  # when the last keep-alive was written, or last seen unread
+        self.reserved_mib: int | None = None  # the frameworks' memory, if the last answer contains it
+        self.stream: Any = None  # the route, with `keep_alive` and `is_read`, once it carries anything
+        self._line_s = now_s  # when the last keep-alive was written, or was last seen unread
         self._on_its_way = False  # the last keep-alive may still be unread
         self._numbers = itertools.count(1)
         self._queue: asyncio.Queue[GateCommand | None] = asyncio.Queue(_QUEUE)
@@ -224,15 +230,18 @@ class GateLink:
         urgent: bool = False,
         topic: str = "",
     ) -> None:
-        """Send a command that needs no answer. It is dropped if the connection is lost. `urgent`, `topic`: see GateCommand."""
+        """Send a command that needs no answer. It is dropped if the connection is lost.
+
+        GateCommand describes `urgent` and `topic`.
+        """
         environment = dict(environment or {})
         self._put(GateCommand(verb=verb, sentence=sentence, environment=environment, urgent=urgent, topic=topic))
 
     async def ask(self, verb: GateVerb, timeout_s: float) -> str:
-        """Send a command and return the extension's answer, or "" if none comes in time. After a cancellation the answer is ignored."""
+        """Send a command and return the extension's answer, or "" if none comes in time. If cancelled, the answer is ignored."""
         if self.closed:
             return ""
-        self.reserved_mib = None  # an older answer's
+        self.reserved_mib = None  # left by an older answer
         number = next(self._numbers)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -247,7 +256,7 @@ class GateLink:
             del self._answers[number]
 
     def take(self, answer: GateAnswer, now_s: float) -> None:
-        """Note an answer or a pulse; ignore late and unknown numbers."""
+        """Record an answer or a pulse. Ignore an answer for which nothing waits any more."""
         self.last_pulse_s = now_s
         self.mute = False
         if answer.number == 0:
@@ -263,14 +272,17 @@ class GateLink:
             waiting.set_result(answer.word)
 
     def look(self, now_s: float, every_s: float = PULSE_S) -> None:
-        """Record whether the extension reads, and write a keep-alive if the last one is `every_s` old. Called often; never blocks."""
+        """Record whether the extension reads its stream, and write a keep-alive if the last one is `every_s` seconds old.
+
+        This is called often, and never blocks.
+        """
         if self.stream is None or self.closed:
             return
         if self._on_its_way:
             read = self.stream.is_read()
             if read is False:
                 self._line_s = now_s
-                return  # no further keep-alive until this one is read: the silence counts
+                return  # silence, so write no further keep-alive until this one is read
             if read:
                 self.last_pulse_s = max(self.last_pulse_s, self._line_s)
             self._on_its_way = False
@@ -281,7 +293,7 @@ class GateLink:
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Do not count the last seconds as silence: the broker did not check the connection, or the process was stopped."""
+        """Do not count the last `seconds` as silence, because the broker did not check the connection or the process was stopped."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 

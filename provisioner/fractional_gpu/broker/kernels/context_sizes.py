@@ -1,25 +1,26 @@
-"""The memory of a CUDA context, for each kind of device.
+"""Estimates the memory of a CUDA context for each kind of device.
 
-It is the memory that the device charges to a kernel's process, less the memory held by the framework's allocator: the context, the modules
-of cuBLAS, cuDNN and compiled kernels, NCCL's buffers. It differs between kernels, and allocations that bypass the allocator add to it. A
-framework's limit needs an upper estimate that a few odd kernels, or one user's kernels, cannot raise for all users. So it is the larger of
+A context's size is the memory that the device charges to a kernel's process, less the memory held by the framework's allocator. It includes
+the context, the modules of cuBLAS, cuDNN and compiled kernels, and NCCL's buffers. It differs between kernels, and allocations that bypass
+the allocator add to it. A framework's limit needs an upper estimate, which a few odd kernels or one user's kernels must not raise for all
+users. So the estimate is the larger of
 
-- the third quartile of the sizes of the last `KERNELS` kernels, of all users, and
+- the third quartile of the sizes of the last `KERNELS` kernels of all users, and
 - the user's own largest size among these.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-FLOOR_MIB = 512  # the estimate until larger contexts were seen
+FLOOR_MIB = 512  # the estimate until larger contexts have been seen
 MOST_MIB = 4096
 KERNELS = 32
-_STEP_MIB = 32  # estimates are multiples of this, so they seldom change
+_STEP_MIB = 32  # estimates are multiples of this, so that they seldom change
 _DEVICES = 64
 
 
 class ContextSize(NamedTuple):
-    """The size of one kernel's context, MiB, and the user's uid."""
+    """The size of one kernel's context in MiB, and the user's uid."""
 
     uid: int
     mib: int
@@ -27,17 +28,17 @@ class ContextSize(NamedTuple):
 
 @dataclass(slots=True)
 class ContextSizes:
-    """Estimates by the device's name, MiB. Each kernel counts once, with its largest size."""
+    """Context sizes in MiB, by the name of the device. Each kernel counts once, with its largest size."""
 
     version: Literal[2] = 2
-    seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, the newest last
+    seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, oldest first
 
     def saw(self, device_name: str, kernel: str, size: ContextSize, cap_mib: int) -> bool:
-        """Record a kernel's size; return whether the estimate for its user has changed."""
+        """Record the size of a kernel's context. Return whether the estimate for its user has changed."""
         if not 0 <= size.mib <= min(MOST_MIB, cap_mib * 3 // 4):
-            return False  # it cannot be a context
+            return False  # too large to be a context
         before = self.estimate_mib(device_name, size.uid)
-        sizes = self.seen[device_name] = self.seen.pop(device_name, {})  # now the last one
+        sizes = self.seen[device_name] = self.seen.pop(device_name, {})  # moved to the end
         earlier = sizes.pop(kernel, size)
         sizes[kernel] = ContextSize(size.uid, max(size.mib, earlier.mib))
         if len(sizes) > KERNELS:
@@ -47,7 +48,7 @@ class ContextSizes:
         return self.estimate_mib(device_name, size.uid) != before
 
     def estimate_mib(self, device_name: str, uid: int) -> int:
-        """Return the estimated context size for this user and device, MiB; at least `FLOOR_MIB`."""
+        """Return the estimated context size for this user and device in MiB, which is at least `FLOOR_MIB`."""
         sizes = self.seen.get(device_name, {}).values()
         all_users = sorted(size.mib for size in sizes)
         quartile = all_users[-(-len(all_users) * 3 // 4) - 1] if all_users else 0

@@ -1,9 +1,9 @@
-"""Ends processes, each identified exactly, and explains an eviction to the kernel that follows.
+"""Ends processes that are identified exactly, and explains an eviction to the kernel that follows.
 
-- A process is identified by its start time and signalled through its pidfd: SIGTERM first, SIGKILL after a grace. The caller keeps
-  listing the remaining processes, since they may start others while they end.
-- Jupyter restarts an evicted kernel under the same id with another lease. The sentence (who ended the earlier kernel, when and why) waits
-  in memory for that lease, for the last `_MOST` evictions.
+- A process is identified by its start time and signalled through its pidfd, first with SIGTERM and after a grace period with SIGKILL. The
+  caller keeps listing the remaining processes, since they may start others while they end.
+- Jupyter restarts an evicted kernel under the same id with another lease. A sentence explains to the new lease who ended the earlier
+  kernel, when and why. It waits for that lease in memory. The last `_MOST` evictions are kept.
 """
 
 import asyncio
@@ -20,15 +20,16 @@ from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 from fractional_gpu.protocol.errors import ConflictError
 
 GRACE_S: Final = 5.0
-EVICTED: Final = "evicted"  # why the lease ended, also in its successor's story
+EVICTED: Final = "evicted"  # why the lease ended; its successor's story uses the word, too
 _ROUNDS: Final = 20
 _MOST: Final = 1000
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
-    """End processes until `left` returns none. `what` describes them in errors. After a cancellation, signalled processes still end.
+    """End processes until `left` returns none. `what` describes them in errors.
 
-    Raises ConflictError if one may not be signalled or does not end.
+    Raises ConflictError if a process does not end, or if the broker is not permitted to signal it. If cancelled, signalled processes still
+    end.
     """
     deadline_s = time.monotonic() + GRACE_S
     number, found = signal.SIGTERM, await left()
@@ -36,7 +37,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
         if not found:
             return
         await wait_for_end(found, max(0.0, deadline_s - time.monotonic()), number)
-        # Every later round kills: its processes outlived the grace, or were started after the first round.
+        # Every later round uses SIGKILL, since its processes outlived the grace period or were started after the first round.
         number, deadline_s = signal.SIGKILL, time.monotonic() + GRACE_S
         found = await left()
     if found:
@@ -49,7 +50,10 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
 async def wait_for_end(
     processes: Sequence[ProcessIdentity], patience_s: float, number: signal.Signals | None = None
 ) -> None:
-    """Wait for these processes; with `number`, signal them first. Raises ConflictError if we may not signal one."""
+    """Wait for these processes to end. If `number` is given, send them this signal first.
+
+    Raises ConflictError if the broker is not permitted to signal a process.
+    """
     pidfds: dict[int, asyncio.Event] = {}
     loop = asyncio.get_running_loop()
     try:
@@ -79,13 +83,13 @@ async def wait_for_end(
 
 
 class Evictions:
-    """The evictions of one broker, by the kernel's user and id. Everything runs on the broker's loop."""
+    """The evictions of one broker, by the kernel's user and id. All methods run on the broker's loop."""
 
     def __init__(self) -> None:
         self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
 
     def begin(self, kernel: Kernel, who: str, why: str) -> str:
-        """Record who ends the kernel and why; return the sentence for its successor."""
+        """Record who ends the kernel and why. Return the sentence for its successor."""
         ended = f"at {time.strftime('%H:%M', time.localtime())}{why}."
         if kernel.launch.command:
             kernel.notices.append(f"{who} ended this command {ended}")
@@ -101,5 +105,5 @@ class Evictions:
         self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
-        """Return the sentence for a new lease of the same kernel id, once; empty if its last kernel was not evicted."""
+        """Return the sentence for a new lease with the same kernel id, but only once. Return "" if the last kernel was not evicted."""
         return self._sentences.pop((kernel.uid, kernel.facts.kernel_id), "")

@@ -1,12 +1,13 @@
 """The broker's subscription to a kernel's IOPub, which shows whether the kernel is busy.
 
-- IOPub reports busy and idle for every message; the types in `USES` count as use. Subshells overlap, so the watch keeps a *set* of busy
-  parent message ids, never a flag.
-- Doubt counts as busy: IOPub can lose messages, and a late subscriber gets no current state. Doubt ends when the kernel has answered a
-  `kernel_info` request on its shell channel *and* the request's idle status came over IOPub. A kernel that stays busy without a message
-  gets this request on each busy shell, ever more rarely, since probes take the user's time; an answer clears the shell's earlier messages.
-- While the user's account is overdrawn no message is read, and the watch is in doubt. It subscribes only to the topic of the kernel's first
-  status, so output stays in the kernel; a frame over `_LONGEST_FRAME` breaks the connection.
+- IOPub reports busy and idle for every message. The message types in `USES` count as use. Subshells overlap, so the watch keeps a *set* of
+  busy parent message ids, never a flag.
+- If the watch is in doubt, the kernel counts as busy. IOPub can lose messages, and a late subscriber does not get the current state. The
+  doubt ends when the kernel has answered a `kernel_info` request on its shell channel *and* the idle status of that request came over
+  IOPub. A kernel that stays busy without sending a message gets this request on each busy shell. An answer clears the earlier messages of
+  that shell. The requests become ever rarer, since they take the user's time.
+- While the user's account is overdrawn, no messages are read and the watch is in doubt. It subscribes only to the topic of the kernel's
+  first status, so that output stays in the kernel. A frame longer than `_LONGEST_FRAME` breaks the connection.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ USES = frozenset(
 )
 """Parent message types that may run the user's code or touch a tensor."""
 SIGNS = {"complete_request": Sign.COMPLETION, "inspect_request": Sign.INSPECTION, "comm_msg": Sign.WIDGET}
-"""Types that show a person at work in the notebook, so that a cell is likely to come."""
+"""Message types that show that a person works in the notebook, so that a cell is likely to follow."""
 
 _JOINED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _BROKEN = (
@@ -48,21 +49,21 @@ _BROKEN = (
 )
 _DELIMITER = b"<IDS|MSG>"
 _MAIN = ""  # the main shell
-# In doubt, an unanswered probe is sent again after this long; the pause then doubles each time.
+# While in doubt, an unanswered probe is sent again after this time, which then doubles each time.
 _PROBE_PATIENCE_S = 0.5
-_SILENCE_S = 60.0  # busy without a message for this long: probe; the pause then doubles each time
+_SILENCE_S = 60.0  # a kernel busy for this long without a message gets a probe; the time then doubles each time
 _LONGEST_PATIENCE_S = 3600.0
-_MOST_BUSY = 10_000  # parents to keep; with more, the watch is in doubt again
+_MOST_BUSY = 10_000  # parent messages to keep; if there are more, the watch is in doubt again
 _LONGEST_ID = 200
-_LONGEST_STATUS = 2**16  # bytes; a status has two headers and a word
+_LONGEST_STATUS = 2**16  # bytes; a status consists of two headers and a word
 _LONGEST_FRAME = 2**17  # bytes
 _MOST_WAITING = 4  # messages
 _STATUS_TOPIC = re.compile(rb"status|kernel(?:_core)?\.[^.]{1,200}\.status")
-_REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a connection that broke: each is twice the last ...
-_LASTING_S = 10.0  # ... unless the connection lasted for this long
-_START_S = 30.0  # a starting kernel listens by then; until then attempts follow quickly, so that its first messages are received
+_REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a broken connection; each is twice the last ...
+_LASTING_S = 10.0  # ... unless the connection lasted this long
+_START_S = 30.0  # a kernel may take this long to listen; attempts are frequent, to get its first messages
 _START_RETRY_S = 0.05
-_RETRY_S, _LONGEST_RETRY_S = 0.1, 15.0  # pause between attempts refused after that; it grows
+_RETRY_S, _LONGEST_RETRY_S = 0.1, 15.0  # growing pause between refused attempts after that
 _SHELL_RETRY_S = 2.0
 
 
@@ -78,7 +79,7 @@ class _Status(msgspec.Struct):
 
 _NO_PARENT = _Header()
 _decode_header = msgspec.json.Decoder(_Header).decode
-_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null: xeus kernels send it without a request
+_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null, because xeus kernels send it without a request
 _decode_status = msgspec.json.Decoder(_Status).decode
 
 
@@ -87,14 +88,15 @@ def _ms(seconds: float) -> int:
 
 
 def _try_rarely(socket: zmq.asyncio.Socket) -> None:
-    # For connections from now on.
+    # This applies to connections from now on.
     socket.reconnect_ivl, socket.reconnect_ivl_max = _ms(_RETRY_S), _ms(_LONGEST_RETRY_S)
 
 
 class IOPubWatch:
-    """Watches one kernel, at the account's cost. `busy` includes doubt; `executing`: it surely handles a message.
+    """Watches one kernel, and charges its account for it.
 
-    Calls `changed()` on the loop, after `signed(sign)` for a message that only a person at work sends.
+    `busy` includes doubt, while `executing` means that the kernel certainly handles a message. The watch calls `changed()` on the loop. For
+    a message that only a person at work sends, it calls `signed(sign)` first.
     """
 
     def __init__(
@@ -112,13 +114,13 @@ class IOPubWatch:
         self._changed = changed
         self._signed = signed
         self._busy: dict[str, str] = {}  # message id -> the shell that handles it
-        self._cells: set[str] = set()  # the busy ones that run cells
+        self._cells: set[str] = set()  # ids of messages that run cells
         self._probes: dict[str, str] = {}  # our own message id -> the shell that was probed
         self.is_certain = False
         self._doubt_since_s = time.monotonic()
         self._message_came = asyncio.Event()
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
-        # The topics of ipykernel, which our kernelspecs run, distinguish status from output. Other kernels' topics are unknown.
+        # ipykernel, which our kernelspecs run, separates status and output by topic. The topics of other kernels are unknown.
         self._all_topics = self._topic = b"kernel." if ipykernel else b""
         self._iopub.subscribe(self._topic)
         self._line_events: zmq.asyncio.Socket = self._iopub.get_monitor_socket(_JOINED | _BROKEN)
@@ -145,7 +147,7 @@ class IOPubWatch:
 
     @property
     def runs_cell(self) -> bool:
-        """Whether a cell is or may be running, as opposed to a completion, a tooltip, or a widget's or debugger's message."""
+        """Whether a cell is or may be running, as opposed to a completion, a tooltip, or a message from a widget or debugger."""
         return not self.is_certain or not self._cells.isdisjoint(self._busy)
 
     @property
@@ -170,7 +172,7 @@ class IOPubWatch:
         return socket
 
     async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes]:
-        """Wait for a message and charge it, after yielding to other tasks. Cancellation loses no message."""
+        """Wait for a message and charge it to the account, after yielding to other tasks. Cancellation loses no message."""
         await asyncio.sleep(0)
         if self._account.left_s <= 0:
             self._lose_certainty()
@@ -193,7 +195,7 @@ class IOPubWatch:
             self._account.charge(time.thread_time() - begun_s)
 
     def _lose_certainty(self) -> None:
-        """Enter the state of doubt: the watch may have missed that the kernel is busy."""
+        """Mark the watch as in doubt, because it may have missed that the kernel is busy."""
         if self.is_certain:
             self.is_certain, self._doubt_since_s = False, time.monotonic()
             self._message_came.set()
@@ -201,15 +203,15 @@ class IOPubWatch:
 
     def _subscribe(self, topic: bytes) -> None:
         if topic != self._topic:
-            self._iopub.subscribe(topic)  # before the old one ends: nothing is missed
+            self._iopub.subscribe(topic)  # subscribe before the old topic ends, so that nothing is missed
             self._iopub.unsubscribe(self._topic)
             self._topic = topic
 
     async def _keep_line(self) -> None:
-        """Follow the IOPub connection. When it breaks, mark the watch in doubt and reconnect after a growing pause.
+        """Follow the IOPub connection. If it breaks, mark the watch as in doubt and reconnect after a growing pause.
 
-        ZeroMQ retries a refused connection ever more rarely, and one that is accepted and closed ten times a second. It never retries one
-        that too long a frame broke. So disconnect and connect here.
+        ZeroMQ retries a refused connection ever more rarely. It retries a connection that is accepted and then closed ten times a second,
+        and never retries a connection that an overlong frame broke. Therefore the watch disconnects and connects itself.
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None
@@ -230,21 +232,21 @@ class IOPubWatch:
             pause_s, joined_s = _REJOIN_S if lasted else pause_s, None
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_REJOIN_S)
-            while await self._line_events.poll(0):  # events of the connection that was given up
+            while await self._line_events.poll(0):  # events of the connection that was closed
                 await self._line_events.recv_multipart()
             self._iopub.connect(self._connection.iopub)
 
     def _join_shell(self) -> None:
-        """Connect to the shell channel once IOPub is connected: the kernel listens then, so a probe is useful."""
+        """Connect to the shell channel once IOPub is connected. The kernel listens by then, so that a probe is useful."""
         if self._shell_joined:
             self._shell.disconnect(self._connection.shell)
-            self._rejoined = True  # a probe may have been lost: send another one
+            self._rejoined = True  # a probe may have been lost, so send another one
             self._message_came.set()
         self._shell_joined = True
         self._shell.connect(self._connection.shell)
 
     def _take(self, frames: list[bytes]) -> Sign | None:
-        """Process one IOPub message and return its sign, if any. Ignore one that is too long, malformed or wrongly signed."""
+        """Process one IOPub message and return its sign, if any. Ignore a message that is too long, malformed or wrongly signed."""
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
             if sum(map(len, parts)) > _LONGEST_STATUS:
@@ -260,7 +262,7 @@ class IOPubWatch:
 
     def _apply_status(self, about: _Header, state: str) -> Sign | None:
         if state == "starting":
-            self._forget()  # nothing is known yet about the new incarnation
+            self._forget()  # nothing is known yet about the restarted kernel
         elif state == "idle":
             self._busy.pop(about.msg_id, None)
             self._cells.discard(about.msg_id)
@@ -282,7 +284,7 @@ class IOPubWatch:
             self.is_certain, self._doubt_since_s = False, time.monotonic()
 
     def _clear_shell(self, shell: str) -> None:
-        # A shell answers in order: it has finished all before the probe.
+        # A shell answers in order, so it has finished all messages before the probe.
         self._busy = {msg_id: by for msg_id, by in self._busy.items() if by != shell}
         self._cells.intersection_update(self._busy)
         self._probes = {msg_id: asked for msg_id, asked in self._probes.items() if asked != shell}
@@ -332,4 +334,4 @@ class IOPubWatch:
 
     async def _drain(self) -> None:
         while True:
-            await self._next(self._shell)  # IOPub has all that matters
+            await self._next(self._shell)  # IOPub has everything that matters

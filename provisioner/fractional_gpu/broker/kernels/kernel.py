@@ -1,7 +1,7 @@
-"""The broker's data about each lease in addition to the arbiter's view: the process, its connections, and the parts' notes.
+"""What the broker knows about each lease in addition to the arbiter's view: its process, connections, and data of the broker's parts.
 
-A `Kernel` holds one small object for each part of the broker that keeps something about it. Only the part that the object's docstring names
-changes the object; all others read it.
+A `Kernel` holds one small object for each part of the broker that keeps data about the lease. The object's docstring names the only part
+that changes it. All other parts only read it.
 """
 
 import asyncio
@@ -26,9 +26,10 @@ from fractional_gpu.protocol.status import KernelFacts
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A client's request to suspend or resize, from its event to its reply. Not kept on the lease: another may be under way.
+    """A client's request to suspend or resize, from its event to its reply.
 
-    `declined` is the arbiter's refusal (reason, sentence).
+    It is not stored on the lease, because the lease may have several requests at once. `declined` is the arbiter's refusal (reason,
+    sentence).
     """
 
     declined: tuple[str, str] | None = None
@@ -36,21 +37,24 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survivor:
-    """A process of a kernel that has ended. Memory in MiB; 0: no device counts it, or it is saved on the host."""
+    """A process that a kernel left behind when it ended.
+
+    Memory is in MiB. It is 0 if no device counts it, or if it is saved in host memory.
+    """
 
     identity: ProcessIdentity
     used_mib: int
-    name: str  # of its program, as every user can see it
-    command: str  # with its arguments, for its owner and for administrators
+    name: str  # the name of its program, which every user can see
+    command: str  # the command with its arguments, for its owner and for administrators
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CheckpointState:
-    """The state of the kernel's checkpoints. The swap changes it, and the broker when the lease gets a device."""
+    """The state of the kernel's checkpoints. The swap changes it, as does the broker when the lease gets a device."""
 
-    homes: tuple[str, ...] = ()  # the devices that last held its processes' memory; checkpoints come from them
-    sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend was to save
-    needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
+    homes: tuple[str, ...] = ()  # the devices that last held the memory of its processes; checkpoints come from them
+    sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend planned to save
+    needs_driver: bool = False  # its state was saved or half-way through a swap when the driver could not be asked
 
     @property
     def total_mib(self) -> int:
@@ -63,24 +67,24 @@ class CheckpointState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Ending:
-    """The end of the kernel's process, and of its lease. Changed by `Survivors`."""
+    """The end of the kernel's process and of its lease. `Survivors` changes it."""
 
     task: "asyncio.Task[None] | None" = None  # finds the processes that the kernel left behind
-    survivors: tuple[Survivor, ...] = ()  # the kernel has ended, and these of its processes have device memory
+    survivors: tuple[Survivor, ...] = ()  # the ended kernel's processes that hold device memory
     root: ProcessIdentity | None = None  # the last process that was the kernel itself
-    released: bool = False  # its kernel has ended for good: the lease ends with the processes left behind
+    released: bool = False  # the kernel has ended for good, and its lease ends with the processes left behind
     reason: str = "released"  # why the lease ends
-    announced: str = ""  # that it will be ended unless it is used, a sentence; changed by `Culler`
+    announced: str = ""  # a sentence that the kernel will be ended unless it is used; `Culler` changes it
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Measurement:
-    """The devices' last figures. Changed by `Sampler`."""
+    """What the devices last reported about the lease. `Sampler` changes it."""
 
-    is_fresh: bool = False  # made since a cell began or ended
-    grew: bool = False  # more than before, if the lease's reservation follows its use
+    is_fresh: bool = False  # measured since a cell last began or ended
+    grew: bool = False  # used more than before; only set if the lease's reservation follows its use
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
-    has_used: bool = False  # a command's processes ever had memory
+    has_used: bool = False  # whether a command's processes have ever had device memory
     users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger
 
     def devices_to_read(self, device_ids: Iterable[str]) -> list[str]:
@@ -89,45 +93,45 @@ class Measurement:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DiskState:
-    """The parts of the lease that are certainly in the ledger. Changed by `LeaseRecords`."""
+    """What the ledger is known to contain about the lease. `LeaseRecords` changes it."""
 
     reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
-    unreserved_saves: int = 0  # saves that record no reservation
+    unreserved_saves: int = 0  # number of saves that recorded no reservation
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PendingRequests:
-    """The requests that clients wait for. Changed by the services that take the requests."""
+    """The requests that clients wait for. The services that receive the requests change it."""
 
-    waiters: int = 0  # acquisitions under way
-    blocked_resumes: int = 0  # of these, those that end once the process handles nothing
-    suspends: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
-    suspend_waiters: int = 0  # clients who wait for its suspend: then only its messages make it busy
+    waiters: int = 0  # clients that wait for the GPU
+    blocked_resumes: int = 0  # of these, clients whose wait ends once the process handles no message
+    suspends: list[Request] = field(default_factory=list)  # requests that the arbiter has not answered yet
+    suspend_waiters: int = 0  # clients that wait for its suspend, during which only its messages make it busy
     resize: Request | None = None  # the waiting request for another size
-    seat_size: tuple[int, int] = (0, 0)  # fraction and MiB that the waiting resize requests from its seat
+    seat_size: tuple[int, int] = (0, 0)  # fraction and MiB that the waiting resize takes from its seat
     size_before_burst: ResizeRequested | None = (
-        None  # the size that the lease returns to if the process ends in a burst
+        None  # the size to which the lease returns if the process ends in a burst
     )
-    evictions: int = 0  # administrators who are ending it
+    evictions: int = 0  # number of administrators who are ending it
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CellState:
-    """The state that the broker derives from the kernel's messages. Changed by `Broker`."""
+    """What the broker derives from the kernel's messages. `Broker` changes it."""
 
     executing_since_s: float | None = None  # monotonic
-    granted_s: float = 0.0  # the last grant, monotonic: a cell that waited for it runs since then
-    ticket_by_broker: bool = False  # the broker filed the lease's ticket, because of IOPub or of silence
-    unused: frozenset[str] = frozenset()  # requests that count as idle: they held room too long without using the GPU
+    granted_s: float = 0.0  # monotonic time of the last grant, from which a cell that waited for it runs
+    ticket_by_broker: bool = False  # the broker filed the lease's ticket, because of IOPub or the extension's silence
+    unused: frozenset[str] = frozenset()  # requests that count as idle: they held room unused for too long
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class GpuWork:
-    """Work on the GPU without a running cell. Changed by `GpuActivity`. Times in microseconds since boot."""
+    """Work on the GPU without a running cell, in microseconds since boot. `GpuActivity` changes it."""
 
-    idle_us: int | None = None  # when it became idle by its messages; None: it is not
-    last_us: int = 0  # when its processes were last seen at work since then; 0: not yet
-    working: bool = False  # they are at work, or it is not known yet
+    idle_us: int | None = None  # when its messages showed it as idle, or None if they do not
+    last_us: int = 0  # when its processes were last seen at work since then, or 0 if they were not
+    working: bool = False  # its processes are at work, or this is not known yet
 
     def clear(self) -> None:
         self.idle_us, self.last_us, self.working = None, 0, False
@@ -135,32 +139,35 @@ class GpuWork:
 
 @dataclass(eq=False, kw_only=True)
 class Kernel:
-    """One lease's process, its connections, and each part's data about it, rebuilt from the ledger, /proc and the driver at startup."""
+    """One lease's process and connections, and the data that each part of the broker keeps about it.
+
+    A starting broker rebuilds it from the ledger, /proc and the driver.
+    """
 
     lease_id: str
     uid: int
     token_sha256: str
     created_ms: int = 0  # wall clock
-    gated: bool = False  # its extension is expected to connect
+    gated: bool = False  # whether its extension is expected to connect
     facts: KernelFacts = field(default_factory=KernelFacts)
-    changes: int = 0  # of its state, as far as this broker saw them
+    changes: int = 0  # number of state changes that this broker has seen
     identity: ProcessIdentity | None = None
-    members: frozenset[ProcessIdentity] = frozenset()  # processes in the kernel's tree other than the kernel itself
-    connection: str = field(default="", repr=False)  # the checked connection contents, JSON
+    members: frozenset[ProcessIdentity] = frozenset()  # processes in the kernel's tree apart from the kernel itself
+    connection: str = field(default="", repr=False)  # the contents of the connection file, checked, as JSON
     iopub: IOPubWatch | None = None
-    signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be sent again, ms
-    told_cell: bool = False  # the arbiter was told that a cell runs, and not yet that the kernel is idle
+    signs: dict[Sign, int] = field(default_factory=dict)  # by sign of a coming cell: when it may be reported again, ms
+    told_cell: bool = False  # the arbiter was told that a cell runs, but not yet that the kernel is idle again
     link: GateLink | None = None
-    taken_over: bool = False  # its seat took it over from the server that started its kernel
+    taken_over: bool = False  # its seat has taken it over from the server that started its kernel
     notices: list[str] = field(default_factory=list)  # for the next extension that connects
-    budget: str = ""  # a sentence: most or all of a budget it counts for is spent
+    budget: str = ""  # a sentence if most or all of a budget that it counts against is spent
     budget_used_up: bool = False
     budget_told: object = (
-        None  # the budget that its notebook was notified about, its window, and whether it was used up
+        None  # the last budget notice in its notebook: the budget, its window, and whether it was used up
     )
-    unsaveable: str = ""  # its extension's sentence on why its process cannot be checkpointed
-    unheard: str = ""  # why the broker cannot listen to its messages, a sentence; empty: it can
-    stopped: str = ""  # a sentence: its process is stopped, and what to do; empty: it runs
+    unsaveable: str = ""  # the extension's sentence that explains why the process cannot be checkpointed
+    unheard: str = ""  # a sentence that explains why the broker cannot listen to its messages, or "" if it can
+    stopped: str = ""  # a sentence that its process is stopped and what to do, or "" if it runs
     launch: Launch = field(default_factory=Launch)
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
     ending: Ending = field(default_factory=Ending)
@@ -169,13 +176,13 @@ class Kernel:
     requests: PendingRequests = field(default_factory=PendingRequests)
     cell: CellState = field(default_factory=CellState)
     gpu_work: GpuWork = field(default_factory=GpuWork)
-    runner_gone: bool = False  # of a command: no process would say any more that it needs the GPU
+    runner_gone: bool = False  # the command's runner has ended, so no process requests the GPU for it any more
     _pidfd: int | None = None
     _runner_pidfd: int | None = None
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     def change(self) -> asyncio.Event:
-        """Return the event of the next change. Take it before looking at the state, then wait for it: no change is missed."""
+        """Return the event of the next change. To miss no change, take it before you read the state, then wait for it."""
         return self._change
 
     def notify(self) -> None:
@@ -196,14 +203,17 @@ class Kernel:
         await self.until(lambda: not self.gated or self.link is not None, patience_s)
 
     def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
-        """Hold the process's pidfd and call `exited` on the loop when it ends. Raises ProcessLookupError if it has ended already."""
+        """Hold the process's pidfd and call `exited` on the loop when it ends.
+
+        Raises ProcessLookupError if the process has already ended.
+        """
         self.forget_process()
         pidfd = open_pidfd(identity)
         self.identity, self._pidfd = identity, pidfd
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
     def watch_runner(self, runner: ProcessIdentity | None, exited: Callable[[], object]) -> None:
-        """Call `exited` on the loop once a command's runner or a claim's holder has ended. An invisible one counts as alive."""
+        """Call `exited` on the loop once a command's runner or a claim's holder has ended. An invisible process counts as alive."""
         self._forget_runner()
         if runner is None:
             return
@@ -242,7 +252,10 @@ class Kernel:
         self.gpu_work.clear()
 
     def connect_gate(self, now_s: float, inputs: Iterable[str]) -> GateLink:
-        """Return a new line to the kernel's extension, which replaces an older one. `inputs`: the requests that wait for input."""
+        """Return a new connection to the kernel's extension, which replaces an older one.
+
+        `inputs` contains the requests that wait for the user's input.
+        """
         if self.link is not None:
             self.link.close()
         self.link = GateLink(now_s, inputs)
@@ -270,16 +283,17 @@ class Kernel:
         if self.requests.waiters > 0:
             return True
         if self.launch.command:
-            # Before its first use it has nothing to save. Without its runner no process would bring it back: it stays until it ends.
+            # Before its first use it has nothing to save. Without its runner, no process would bring it back, so it stays on the device
+            # until it ends.
             return not self.measurement.has_used or self.runner_gone
         return self.handles_message
 
     @property
     def handles_message(self) -> bool:
-        """Whether it handles, or may handle, a message that counts as use of the GPU."""
-        # Doubt counts: a live kernel to whose messages the broker cannot listen may be running a cell. If the broker may never listen,
-        # the gate says whether a cell runs before anything is saved, and the counters say when to ask; without a gate nothing would bring
-        # the kernel back.
+        """Whether the kernel handles, or may handle, a message that counts as use of the GPU."""
+        # Doubt counts as use, because a live kernel to which the broker cannot listen may be running a cell. If the broker can never listen
+        # to it, the counters show when to ask the gate, and the gate tells whether a cell runs before anything is saved. Without a gate,
+        # nothing would bring the kernel back.
         if self.unheard and self.link is not None:
             return False
         return self.iopub is None or (self.iopub.busy and not self._uses_no_gpu)
@@ -294,7 +308,7 @@ class Kernel:
 
     @property
     def _uses_no_gpu(self) -> bool:
-        """Whether every message handled waits for input or holds room unused. A kernel in doubt may handle more."""
+        """Whether every message that it handles waits for input or holds room unused. If the watch is in doubt, there may be others."""
         idle = self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
         if not idle or self.iopub is None or not self.iopub.executing:
             return False
@@ -307,20 +321,24 @@ def _unwatch(pidfd: int | None) -> None:
         os.close(pidfd)
 
 
-# What each kind of sharing puts into its kernels' environment.
+# What each kind of sharing adds to the environment of its kernels:
 #
-# - `time-slice`: not a client of the host's MPS daemon, if any: MPS clients cannot be checkpointed.
-# - `mps`: the thread percentage is the fraction (a cap, not a reservation); the pinned memory limit is the cap, by the UUID of each device
-#   that the kernel sees: the number of a hidden device would lift all limits.
-# - `mig`: the kernel may use the whole instance, whatever its fraction.
-# - HAMi-core is preloaded if the administrator names its library. Its file would be shared by the whole machine, so each lease has its own.
+# - `time-slice`: The kernel is not a client of the host's MPS daemon, if there is one, because MPS clients cannot be checkpointed.
+# - `mps`: The thread percentage is the fraction (a cap, not a reservation). The pinned memory limit is the cap for each device that the
+#   kernel sees. It names the device by UUID, because the number of a hidden device would lift all limits.
+# - `mig`: The kernel may use the whole instance, whatever its fraction is.
+# - HAMi-core is preloaded if the administrator names its library. Each lease gets its own file for it, because the default file is shared
+#   by the whole machine.
 
 
 _MIG = "MIG-"
 
 
 def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: Sequence[DeviceView]) -> dict[str, str]:
-    """Return the variables that limit a kernel to its share. `limit_mib`: cap per device; `held`: its devices so far."""
+    """Return the variables that limit a kernel to its share.
+
+    `limit_mib` is the cap on each device, and `held` contains the devices that the lease holds so far.
+    """
     if pool.sharing is Sharing.MPS:
         limits = ",".join(f"{device.device_id}={limit_mib}M" for device in held)
         memory = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits} if limits else {}
@@ -344,7 +362,7 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec, *, in_job: bool = False)
 
 
 def remove_books(lease_id: str) -> None:
-    """Remove HAMi-core's bookkeeping file for an ended lease, if it exists and we may."""
+    """Remove HAMi-core's bookkeeping file of an ended lease, if it exists and we are permitted to."""
     with suppress(PermissionError):
         _books(lease_id).unlink(missing_ok=True)
 

@@ -1,8 +1,9 @@
-"""ZeroMQ contexts in the network namespaces of kernels: a kernel in a container listens on its own loopback interface.
+"""ZeroMQ contexts in the network namespaces of kernels, because a kernel in a container listens on its own loopback interface.
 
-A context opens its connections in its own threads, and these are in the namespace of the thread that creates the context's first socket.
-So a context for another namespace is made by a thread that enters it and then ends (`host.namespaces.in_network`). There is one for each
-namespace while a kernel in it is followed. Its threads keep the namespace alive until then, so its id is not reused.
+A context opens its connections in its own threads, which are in the network namespace of the thread that creates the context's first
+socket. So a context for another namespace is made by a thread that enters the namespace and then ends (`host.namespaces.in_network`). The
+broker keeps one context for each namespace as long as it follows a kernel there. The context's threads keep the namespace alive until then,
+so its id is not reused.
 """
 
 import os
@@ -15,7 +16,7 @@ from fractional_gpu.host.namespaces import NamespaceId, in_network, open_network
 from fractional_gpu.host.process import ProcessIdentity
 
 _MOST_SOCKETS = 8192
-_MOST_HERE = 512  # in one namespace of kernels
+_MOST_HERE = 512  # sockets that one context may open
 
 
 @dataclass(eq=False)
@@ -33,13 +34,13 @@ class Networks:
     def context_for(self, lease_id: str, identity: ProcessIdentity) -> zmq.asyncio.Context:
         """Return the context for the process's loopback interface.
 
-        Blocks for milliseconds the first time. Raises PermissionError, OSError.
+        Blocks for some milliseconds the first time. Raises PermissionError or OSError.
         """
         self.forget(lease_id)
         try:
             opened = open_network(identity)
         except PermissionError:
-            return self._own  # other users' namespaces are not readable; most share ours
+            return self._own  # other users' namespaces are unreadable, but most of them are ours
         if opened is None:
             return self._own
         descriptor, namespace = opened

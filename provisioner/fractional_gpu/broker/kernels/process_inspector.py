@@ -1,9 +1,10 @@
-"""The current truth about kernels, from the operating system, the driver and the devices.
+"""Finds out the current state of kernels from the operating system, the driver and the devices.
 
-A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Questions can share one; certainty needs a new one. A
-CUDA process that no device counts holds at most the memory that devices charge to no process, if they are known to count the pids visible
-here; else its size is unknown. A process that forked from a CUDA process without executing a program inherited a context that it cannot
-use: the driver's answers about it say nothing. The driver is not asked about a stopped process: it would never answer.
+A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several checks may share a snapshot, but only a new one
+gives certainty. If no device counts a CUDA process, its size is at most the memory that devices charge to no process, provided they are
+known to count the pids that are visible here. Otherwise its size is unknown. A process that forked from a CUDA process without executing a
+program inherited a context that it cannot use. The driver's answers about it are meaningless. The driver is not asked about a stopped
+process, because it would never answer.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ from fractional_gpu.host.process import ProcessIdentity, Snapshot, holds_open, i
 
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
-FRESH_S = 0.25  # processes read longer ago than this are read again, even for a first look
+FRESH_S = 0.25  # processes read longer ago are read again, even for a first look
 NOMINAL_MIB = 64
-"""The minimum MiB assumed for a CUDA process that no device counts."""
+"""The least memory in MiB that is assumed for a CUDA process that no device counts."""
 
-# A worker that fails says nothing about the process in question.
+# A worker that fails tells nothing about the process in question.
 _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
 _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
@@ -37,7 +38,7 @@ class HostSnapshot:
     uses: Mapping[str, DeviceUse]
 
     def used_mib(self, pid: int) -> int:
-        """Return the memory that the process has on all devices; 0 if no device counts it."""
+        """Return the memory that the process holds on all devices, or 0 if no device counts it."""
         return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
 
     def free_mib(self, device_id: str) -> int:
@@ -65,7 +66,10 @@ def uncounted_mib(use: DeviceUse) -> int:
 
 
 class ProcessScans:
-    """Shared scans of /proc, one at a time. Thread-safe. `kernels` (live): read only their users' environments (None: all)."""
+    """Shared scans of /proc, which run one at a time. Thread-safe.
+
+    If `kernels` is set to the living kernels, only the environments of their users' processes are read, and otherwise all.
+    """
 
     def __init__(self) -> None:
         self.kernels: Mapping[str, Kernel] | None = None
@@ -73,7 +77,7 @@ class ProcessScans:
         self._last: tuple[float, Snapshot] | None = None
 
     def take(self, max_age_s: float = 0.0) -> Snapshot:
-        """Return a scan that began after this call, or at most `max_age_s` before it. Blocks. Raises OSError."""
+        """Return a scan that began after this call, or at most `max_age_s` seconds before it. Blocks. Raises OSError."""
         asked_s = time.monotonic()
         with self._lock:
             if self._last is None or self._last[0] < asked_s - max_age_s:
@@ -85,9 +89,10 @@ class ProcessScans:
 
 
 class ProcessInspector:
-    """Classifies a kernel's processes. `off`: why the driver cannot be queried; then only devices' counts are known.
+    """Classifies a kernel's processes.
 
-    `counts_processes`: a device is known to count CUDA processes by the pids that they have here.
+    `off` explains why the driver cannot be queried. If it is set, only the devices' counts are known. `counts_processes` means that a
+    device is known to count CUDA processes by the pids that they have in this pid namespace.
     """
 
     def __init__(self, monitor: Monitor, worker: WorkerLink, *, off: str = "") -> None:
@@ -96,7 +101,7 @@ class ProcessInspector:
         self.scans = ProcessScans()
         self._monitor = monitor
         self._worker = worker
-        # The processes of all kernels: a kernel that another kernel started has its own lease.
+        # The processes of all kernels, because a kernel that another kernel started has its own lease.
         self.roots: Callable[[], list[ProcessIdentity]] = list
         self._own = identify(os.getpid())
 
@@ -105,9 +110,9 @@ class ProcessInspector:
             return await SWAPS.run(self.scans.take)
 
     async def take(self, device_ids: Sequence[str] | None = None, *, max_age_s: float = 0.0) -> HostSnapshot:
-        """Return a snapshot of these devices (None: all) and of /proc, which may be `max_age_s` old. Raises GPUError."""
+        """Return a snapshot of these devices, or all if None, and of /proc, which may be `max_age_s` seconds old. Raises GPUError."""
         with _shortage_as_gpu_error():
-            # The scan waits for the system, the reading for the driver.
+            # The scan waits for the operating system, and the reading for the driver.
             found, uses = await asyncio.gather(SWAPS.run(self.scans.take, max_age_s), SWAPS.run(self._uses, device_ids))
             return HostSnapshot(processes=found, uses=uses)
 
@@ -120,7 +125,7 @@ class ProcessInspector:
                 uses[device_id] = self._monitor.use(device_id)
             except GPUError as error:
                 if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
-                    raise  # a lost device has no reading: a step that needs it finds it missing
+                    raise  # a lost device has no reading, and a step that needs it reports that
         return uses
 
     async def used_mib(self, kernel: Kernel) -> int:
@@ -133,8 +138,8 @@ class ProcessInspector:
         return self._tree_below(kernel, kernel.identity, host.processes)
 
     def _tree_below(self, kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot) -> list[ProcessIdentity]:
-        # A kernel that starts a broker is above it until it serves. The broker's checkpoint worker is a CUDA process, but not
-        # the kernel's.
+        # A kernel that starts a broker is above it until the broker serves. The broker's checkpoint worker is a CUDA process, but does not
+        # belong to the kernel.
         return members_of(kernel, root, processes, [*self.roots(), self._own])
 
     async def with_memory(
@@ -142,7 +147,7 @@ class ProcessInspector:
     ) -> list[ProcessIdentity]:
         """Return the kernel's processes that hold device memory.
 
-        If `saved`, ask the driver, too: only it knows whose memory is in host memory.
+        With `saved`, ask the driver, too, because only the driver knows whose memory is saved in host memory.
         """
         found = []
         for identity in self._tree_below(kernel, root, host.processes):
@@ -150,7 +155,7 @@ class ProcessInspector:
                 has_memory = True
             elif saved and not self.off:
                 has_memory = await self._has_cuda(kernel, host, identity)
-            elif not self.counts_processes:  # then an open device file is all there is to see
+            elif not self.counts_processes:  # an open device file is then the only evidence
                 own = host.processes.runs_own_program(identity)
                 has_memory = own and await SWAPS.run(holds_open, identity.pid, is_device_file)
             else:
@@ -160,9 +165,10 @@ class ProcessInspector:
         return found
 
     async def _has_cuda(self, kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
-        """Ask the driver; return True for a stopped process, which cannot answer. Raises GPUError.
+        """Ask the driver whether the process has CUDA state. Return True for a stopped process, which cannot answer. Raises GPUError.
 
-        If the saved processes are known, ignore an error about another that runs its parent's program: it inherited a context.
+        If the saved processes are known, ignore an error about another process that runs its parent's program, since it inherited a
+        context.
         """
         if host.processes.stopped_or_traced(identity):
             return True
@@ -180,7 +186,10 @@ class ProcessInspector:
     async def memory_use(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
-        """Return each CUDA process's MiB (0: unknown) and the ones with an inherited context. Raises GPUError, also if any are saved."""
+        """Return the MiB of each CUDA process, or 0 if unknown, and the processes with an inherited context.
+
+        Raises GPUError, also if a process is already saved.
+        """
         states, heirs = await self.states(kernel, host)
         for identity, state in states.items():
             if state not in (ProcessState.RUNNING, ProcessState.LOCKED):
@@ -212,14 +221,15 @@ class ProcessInspector:
                 if error.code not in ENDED:  # leave out a process that has just ended
                     failed[identity] = error
         cuda = {identity for identity, state in states.items() if state not in _NO_CUDA}
-        # A saved, locked or half-way process has its own context. Any other may have inherited one.
+        # A process that is saved, locked or half-way through a swap has its own context. Any other may have inherited one.
         doubtful = [one for one, state in states.items() if state in (ProcessState.RUNNING, ProcessState.NO_CONTEXT)]
         heirs = [
             one
             for one in (*doubtful, *failed)
             if one not in kernel.checkpoint.sizes and await self._is_heir(host, one, cuda, answered=one not in failed)
         ]
-        # The driver may fail on an heir, which says nothing about the kernel. Its failure on any other process counts.
+        # If the driver fails on a process with an inherited context, this tells nothing about the kernel. A failure on any other process
+        # counts.
         for identity, failure in failed.items():
             if identity not in heirs:
                 raise failure
@@ -242,7 +252,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, except those below `apart`. Includes processes that have been reparented out of its tree."""
+    """Return the kernel's processes, except those below `apart`. Includes processes that were reparented out of its tree."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree
@@ -250,7 +260,7 @@ def members_of(
 
 @contextmanager
 def _shortage_as_gpu_error() -> Iterator[None]:
-    # A lack of descriptors or memory is a failed step, which can be rolled back.
+    # A lack of descriptors or memory counts as a failed step, which can be rolled back.
     try:
         yield
     except OSError as error:

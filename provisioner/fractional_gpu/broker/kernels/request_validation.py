@@ -1,4 +1,4 @@
-"""Checks clients' claims: the request for a lease against the pools, and the process of a kernel against /proc."""
+"""Checks what clients claim: the request for a lease against the pools, and a kernel's process against /proc."""
 
 import asyncio
 import grp
@@ -28,12 +28,12 @@ from fractional_gpu.protocol.messages import CLAIM, COMMAND, KERNEL, AttachReque
 _TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
 _LONGEST_PATH = 1024
 _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
-_EXEC_PAUSE_S = 0.01  # pause before the second look; then it doubles each time
+_EXEC_PAUSE_S = 0.01  # pause before the second look, which then doubles each time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The client: its credentials from the socket, its token if it sent one, and the user that an administrator acts for."""
+    """The client: its credentials from the socket, its token if it sent one, and the user for whom an administrator acts."""
 
     credentials: PeerCredentials
     token: str | None = field(repr=False)
@@ -101,7 +101,7 @@ def check_kind(kind: str, *allowed: str) -> None:
 
 
 def _covering_milli(arbiter: Arbiter, pool: PoolSpec, memory_mib: int) -> int:
-    """Return the smallest fraction on offer whose share of the pool's smallest device covers the memory, or a whole device."""
+    """Return the smallest fraction on offer whose share of the pool's smallest device covers the memory, or else a whole device."""
     needed = min(1000, -(-memory_mib * 1000 // max(1, min(_sizes(arbiter, pool)))))
     return min((milli for milli in pool.fractions_milli or [needed] if milli >= needed), default=1000)
 
@@ -146,7 +146,7 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
 def guaranteed_mib(
     arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
 ) -> int | None:
-    """Return the guarantee in a pool that reserves by use; None: all of the cap. Raises BadRequestError."""
+    """Return the guaranteed MiB in a pool that reserves by use, or None if the whole cap is guaranteed. Raises BadRequestError."""
     if pool.reserve_by is ReserveBy.CAP:
         if request_mib is not None:
             raise BadRequestError(
@@ -188,7 +188,7 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
 
 
 async def holder_of(peer: Peer, named_pid: int) -> ProcessIdentity:
-    """Return the process with which a claim of the peer ends. Raises BadRequestError or ForbiddenError."""
+    """Return the process whose end also ends the peer's claim. Raises BadRequestError or ForbiddenError."""
     try:
         _, identity, uid = await ATTACHING.run(_named_process, peer, named_pid)
     except (ProcessLookupError, PermissionError, ValueError) as error:
@@ -199,18 +199,18 @@ async def holder_of(peer: Peer, named_pid: int) -> ProcessIdentity:
 
 
 def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, int]:
-    """Resolve the peer's pid from its own pid namespace. Blocks. Raises ProcessLookupError, also for an invisible peer."""
+    """Resolve a pid from the peer's pid namespace. Blocks. Raises ProcessLookupError, also if the peer is invisible."""
     if peer.credentials.pid <= 0:
         raise ProcessLookupError("the requesting process is in a pid namespace that the broker cannot see")
     try:
         pid = pid_meant_by(peer.credentials.pid, named_pid)
     except PermissionError:
-        pid = named_pid  # other users' namespaces need root: verify the pid in this namespace
+        pid = named_pid  # other users' namespaces need root, so verify the pid in this namespace
     return pid, identify(pid), owner_uid(pid)
 
 
 def server_of(peer: Peer) -> ProcessIdentity | None:
-    """Return the client's process, which starts the lease's kernel; None if it is invisible (another pid namespace)."""
+    """Return the client's process, which starts the lease's kernel, or None if it is invisible (in another pid namespace)."""
     try:
         return identify(peer.credentials.pid) if peer.credentials.pid > 0 else None
     except (ProcessLookupError, PermissionError):
@@ -227,9 +227,10 @@ def token_file_of(identity: ProcessIdentity) -> str:
 
 
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
-    """Return the variable once it has the expected value, or its value after a moment.
+    """Return the variable once it has the expected value. If it does not get that value within a moment, return its last value.
 
-    `exec` reports success before Linux puts the new environment in place; until then it reads as empty. Raises as `environment_value`.
+    `exec` reports success before Linux puts the new environment in place, and until then the environment reads as empty. Raises the same
+    errors as `environment_value`.
     """
     pause_s, end_s = _EXEC_PAUSE_S, time.monotonic() + _EXEC_PATIENCE_S
     while (value := await ATTACHING.run(environment_value, pid, name)) != expected and time.monotonic() < end_s:

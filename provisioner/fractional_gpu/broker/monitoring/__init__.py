@@ -1,1 +1,1 @@
-"""Periodic observations: device use, host memory, unresponsive and abandoned kernels, its own event loop."""
+"""Periodic observation of device use, host memory, unresponsive and abandoned kernels, and the broker's own event loop."""

@@ -1,8 +1,8 @@
-"""Protects saved state while host memory is short: leases resume early if devices have room, and the killer spares kernels.
+"""Protects saved state while host memory is short. Leases resume early if devices have room, and the out-of-memory killer spares kernels.
 
-State saved from a device is in the kernel's own process: it counts against the machine and against every control group
-above that process. The arbiter gets the budget for all saved state, which falls below the present amount when the machine
-is short, and the suspended leases whose own control group is short. The more room a group has, the less often it is read.
+State saved from a device is in the memory of the kernel's own process. It counts against the machine and against every control group above
+that process. The arbiter receives the budget for all saved state, which falls below the current amount if the machine runs short. It also
+receives the suspended leases whose own control group is short of memory. The more room a group has, the less often it is read.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from fractional_gpu.host.process import ProcessIdentity, identify, is_alive, sca
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
 
-KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free beyond the headroom
+KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory is kept free in addition to the headroom
 _KEPT_FREE_LEAST_MIB: Final = 256
-# Roughly the most that processes take from their control group's room within a second: one thread fills a GiB or two.
+# Roughly the most room of their control group that processes fill within a second. One thread fills one or two GiB.
 _FILLED_MIB_S: Final = 8192.0
 _LONGEST_S: Final = 10.0  # the longest time between two reads of a group
 
@@ -46,25 +46,28 @@ _LONGEST_S: Final = 10.0  # the longest time between two reads of a group
 def host_budget_mib(
     configured_mib: int, total_mib: int, saved_mib: int, room: Callable[[], Headroom] = system_headroom
 ) -> int:
-    """Return the configured budget of saved state, reduced to leave the machine room. If below `saved_mib`, the excess should go back."""
+    """Return the configured budget for saved state, reduced to leave the machine enough memory.
+
+    If the budget is below `saved_mib`, the excess should return to devices.
+    """
     kept_free_mib = max(_KEPT_FREE_LEAST_MIB, total_mib // KEPT_FREE_PARTS)
     return max(0, min(configured_mib, saved_mib + room().mib - kept_free_mib))
 
 
 class HostMemoryPressure:
-    """Finds leases whose own control groups have no room left. `room(pid)`, for tests, returns a process's remaining room."""
+    """Finds leases whose own control groups have no room left. `room(pid)` returns a process's remaining room; tests replace it."""
 
     def __init__(
         self, room: Callable[[int], Headroom] | None = None, system: Callable[[], Headroom] = system_headroom
     ) -> None:
         self._room = room
         self._system = system
-        self._rooms: dict[str, tuple[int, float]] = {}  # when to read each lease again, with its pid
+        self._rooms: dict[str, tuple[int, float]] = {}  # by lease: its pid, and when to read its room again
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
-        """Return which leases (given with pids) are under memory pressure; none if the whole machine has no room.
+        """Return the leases under memory pressure, or none if the whole machine has no room. `pids` maps leases to processes.
 
-        Raises OSError, ValueError.
+        Raises OSError or ValueError.
         """
         if not pids or self._system().mib == 0:
             return set()
@@ -73,7 +76,7 @@ class HostMemoryPressure:
             for lease_id, known in self._rooms.items()
             if pids.get(lease_id) == known[0] and now_s < known[1]
         }
-        room = self._room or LimitReader().headroom  # most kernels share a control group: read it once
+        room = self._room or LimitReader().headroom  # most kernels share a control group, which is read only once
         pressed = set()
         for lease_id, pid in pids.items():
             if lease_id in self._rooms:
@@ -88,22 +91,22 @@ class HostMemoryPressure:
         return pressed
 
 
-# Keeps the out-of-memory killer from choosing a kernel whose saved state makes it look like the biggest process.
+# Keeps the out-of-memory killer from choosing a kernel because its saved state makes it look like the largest process.
 #
-# - While a lease has saved state, its processes' `oom_score_adj` is lowered by that state's share of the memory that fills up first
-#   (its smallest control group, or the machine). Other memory still counts.
-# - This takes root with CAP_SYS_RESOURCE; other brokers can only undo an earlier raise of the kernels' adjustment.
-# - The old value is written to a file first, so that the next broker can restore it if this one dies.
-# - It is restored once the state is on a device again. New processes of the kernel inherit it. So that no user collects
-#   protected processes, they are reset, too, every half minute and at the end: only values below 0, which users cannot set
-#   themselves, and never root's processes, whose services have such values.
+# - While a lease has saved state, the `oom_score_adj` of its processes is lowered by that state's share of the memory that fills up first
+#   (its smallest control group, or the machine). Their other memory still counts.
+# - This requires root with CAP_SYS_RESOURCE. Other brokers can only undo an earlier raise of the kernels' adjustment.
+# - The old value is first written to a file, so that the next broker can restore it if this one dies.
+# - The old value is restored once the state is on a device again. New processes of the kernel inherit the lowered value. So that no user
+#   can collect protected processes, theirs is reset, too, every half minute and at the end. Only values below 0 are reset, which users
+#   cannot set themselves, and never those of root's processes, whose services have such values.
 
 
 log = logging.getLogger(__name__)
 
 _OWN_ADJUSTMENT: Final = -500
-_OWN_NICENESS: Final = -10  # users' computations share what the broker leaves
-"""Values for the broker and its worker. The killer takes them after all users' processes but before vital services."""
+_OWN_NICENESS: Final = -10  # users' computations share the processor time that the broker leaves
+"""Values for the broker and its worker. The killer chooses them after all users' processes, but before vital services."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
@@ -126,7 +129,7 @@ class LoweredProcess:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a newer process of its user that has one of its values must have inherited it."""
+        """Whether a newer process of this user can have one of these values only because it inherited it."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 
@@ -135,12 +138,12 @@ class OomProtection:
         self._broker = broker
         self._record = record
         self._lowered: dict[ProcessIdentity, LoweredProcess] = {}
-        self._not_permitted: set[ProcessIdentity] = set()  # processes whose adjustment we may not lower
+        self._not_permitted: set[ProcessIdentity] = set()  # processes whose adjustment the broker may not lower
         self._reported = False
         self._swept_s = -math.inf
 
     async def run(self) -> None:
-        """Follow the leases' states until cancelled, then leave the adjustments: kernels outlive the broker."""
+        """Follow the leases' states until cancelled. The adjustments then remain, because kernels outlive the broker."""
         self._read()
         seen = -1
         while True:
@@ -161,7 +164,7 @@ class OomProtection:
         found = {}
         for kernel, view in self._broker.views():
             if view.state in _SAVED and kernel.identity is not None:
-                # An earlier broker's suspend has only a known sum; a new suspend, only the use.
+                # An earlier broker's suspend left only the total, and a new suspend has only the measured use.
                 rest = {kernel.identity: max(view.saved_mib, view.used_mib)}
                 found[kernel.lease_id] = kernel.uid, dict(kernel.checkpoint.sizes) or rest
         return found
@@ -178,7 +181,7 @@ class OomProtection:
         self._not_permitted &= {identity for _, processes in wanted.values() for identity in processes}
         for lease_id, (uid, processes) in wanted.items():
             for identity, saved_mib in processes.items():
-                with suppress(ProcessLookupError, PermissionError):  # it ended, or our user may not touch it
+                with suppress(ProcessLookupError, PermissionError):  # it ended, or the broker's user may not touch it
                     self._protect(lease_id, uid, identity, saved_mib)
 
     def _is_due(self) -> bool:
@@ -192,14 +195,14 @@ class OomProtection:
         target = max(LEAST, was - math.ceil(1000 * saved_mib / max(1, smallest_limit(identity.pid).mib)))
         if target >= was:
             return
-        # Since boot, the unit of processes' start times.
+        # Time since boot, in the unit of the processes' start times.
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
         since, given = (ticks, ()) if before is None else (before.since, before.given)
-        # Write the old value to disk before changing it: if this broker is killed here, the next one restores it.
+        # Write the old value to disk before changing it, so that the next broker can restore it if this one is killed here.
         one = LoweredProcess(identity, lease_id, uid, was=was, saved_mib=saved_mib, given=(*given, target), since=since)
         self._write({**self._lowered, identity: one})
         if before is not None:
-            put_back(identity, target)  # the target is lower than an earlier one
+            put_back(identity, target)  # the target is lower than an earlier value
         now = lower(identity, target)
         if now > target and not self._reported:
             self._reported = True
@@ -217,7 +220,7 @@ class OomProtection:
 
     def _sweep(self) -> None:
         self._swept_s = time.monotonic()
-        # A child inherits its parent's adjustment at the fork, and would be spared, too.
+        # A child inherits its parent's adjustment when it is forked, so the killer would spare it, too.
         inherited = [one for one in self._lowered.values() if one.is_inherited_visibly]
         snapshot = scan() if inherited else None
         for one in inherited:
@@ -236,7 +239,7 @@ class OomProtection:
         replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
-        """Take over an earlier broker's changes. An unreadable record is ignored: nothing can be undone."""
+        """Take over an earlier broker's changes. If the record is unreadable, ignore it, since nothing can be undone then."""
         try:
             found = msgspec.json.decode(self._record.read_bytes(), type=list[LoweredProcess])
         except FileNotFoundError:
@@ -251,9 +254,9 @@ class OomProtection:
 
 
 def protect_this_process() -> None:
-    """As far as permitted, let this process and its children run before users' processes, and be killed after them."""
+    """As far as permitted, let this process and its children run before users' processes and be killed after them."""
     me = os.getpid()
-    with suppress(PermissionError):  # of a user's own broker
+    with suppress(PermissionError):  # a user's own broker is not permitted to
         os.setpriority(os.PRIO_PROCESS, me, min(_OWN_NICENESS, os.getpriority(os.PRIO_PROCESS, me)))
     try:
         if adjustment(me) > _OWN_ADJUSTMENT:

@@ -1,7 +1,7 @@
-"""Periodic sampler of device usage, host memory and unresponsive kernels.
+"""Periodically samples device use, host memory and unresponsive kernels.
 
-A sample is read in a thread, and evaluated on the loop only if no lease has changed state since: otherwise it would charge
-memory to leases that have left their devices, or just arrived.
+A sample is read in a thread. It is evaluated on the loop only if no lease has changed state in the meantime. Otherwise it would charge
+memory to leases that have left their devices or have just arrived.
 """
 
 import asyncio
@@ -39,27 +39,30 @@ log = logging.getLogger(__name__)
 _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
-_REFRESH_PAUSE_S = 0.25  # between two samples for readers
-_ATTEMPTS = 3  # per sample, while state changes overtake it
-_MOMENT_S = 1.0  # a suspended kernel that is busy with anything for longer gets a ticket
+_REFRESH_PAUSE_S = 0.25  # between two samples that readers request
+_ATTEMPTS = 3  # per sample, if state changes make readings stale
+_MOMENT_S = 1.0  # a suspended kernel that is busy with any message for longer gets a ticket
 _LONG_MOMENT_S = 10.0  # the same without a context, if the extension is connected: it usually requests the GPU
-_SILENCE_S = 2.5 * PULSE_S  # an extension that is silent for longer is not running Python
-_LOOK_S = 5.0  # between two looks at the gates; more (a slow driver) does not count as their silence
-_HOST_STEP_MIB = 256  # smaller host budget changes are not worth an event
+_SILENCE_S = 2.5 * PULSE_S  # an extension that has been silent for longer is not running Python
+_LOOK_S = 5.0  # between two checks of the gates; any longer time (a slow driver) does not count as their silence
+_HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    uses: dict[str, DeviceUse | None]  # None: lost
-    lost: dict[str, str]  # by device: why
+    uses: dict[str, DeviceUse | None]  # by device; None if it is lost
+    lost: dict[str, str]  # by device: why it is lost
     snapshot: Snapshot | None
-    pressed: set[str]  # leases
+    pressed: set[str]  # leases under memory pressure
     sensors: dict[str, DeviceSensors]
     utilisation: Reading
 
 
 class Sampler:
-    """Samples one broker's devices and kernels. `host_budget(saved_mib)` returns the MiB that all suspended state may take."""
+    """Samples one broker's devices and kernels.
+
+    `host_budget(saved_mib)` returns the MiB that all suspended state may use.
+    """
 
     def __init__(self, broker: Broker, devices: dict[str, DeviceSpec], host_budget: Callable[[int], int]) -> None:
         self._broker = broker
@@ -70,9 +73,9 @@ class Sampler:
         self._meter = UtilisationMeter(broker)
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
-        self._looked_s = time.monotonic()  # at the gates
+        self._looked_s = time.monotonic()  # when the gates were last checked
         self._sampling = asyncio.Lock()
-        self._begun_s = -math.inf  # the last sample
+        self._begun_s = -math.inf  # when the last sample began
 
     async def run(self) -> None:
         sampled_s = -math.inf
@@ -89,7 +92,7 @@ class Sampler:
             await self._pause(anything_changed)
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
-        """Wait until the next check: briefly while kernels are active, since one may soon need a ticket, else until the next sample."""
+        """Wait until the next check. The wait is brief while kernels are active, since one may soon need a ticket."""
         cell_runs = any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values())
         if not cell_runs and not await within(_BUSY_INTERVAL_S, anything_changed):
             return
@@ -98,7 +101,7 @@ class Sampler:
     async def refresh(self) -> None:
         """Sample for a reader.
 
-        Concurrent requests share a sample, and a pause follows: readers cannot keep the broker busy.
+        Concurrent requests share a sample, and a pause follows, so that readers cannot keep the broker busy.
         """
         asked_s = time.monotonic()
         async with self._sampling:
@@ -107,7 +110,7 @@ class Sampler:
                 await self._sample_if_possible()
 
     async def _sample_if_possible(self) -> None:
-        """Sample once. If descriptors or memory are short, or /proc is unreadable, skip to the next regular sample."""
+        """Sample once. If descriptors or memory are short, or /proc is unreadable, wait for the next regular sample."""
         self._begun_s = time.monotonic()
         try:
             await self.sample()
@@ -115,10 +118,11 @@ class Sampler:
             log.error("cannot sample the devices and the machine: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
-        """Report changes to the arbiter. Drop a reading if a lease changed state during it, at most twice in a row.
+        """Report changes to the arbiter. If a lease changed state during a reading, drop it, but at most twice in a row.
 
         Without that limit, a user who keeps changing a lease would blind the broker. The third reading counts, except for leases that
-        changed during it. Memory they freed counts as a stranger's until the next sample, so no lease is let in too early.
+        changed during it. Memory that these leases freed counts as a stranger's until the next sample, so that no lease is admitted too
+        early.
         """
         self._report_host_budget()
         for left in reversed(range(_ATTEMPTS)):
@@ -142,7 +146,7 @@ class Sampler:
         }
 
     def _read(self, known: set[int], saved: dict[str, int], utilisation: Reading) -> _Sample:
-        """Read every device, and scan /proc if a process other than a kernel itself uses one. Blocks."""
+        """Read every device. Scan /proc if a process that is not itself a kernel uses a device. Blocks."""
         uses: dict[str, DeviceUse | None] = {}
         lost: dict[str, str] = {}
         for device_id in self._devices:
@@ -177,7 +181,7 @@ class Sampler:
         broker.used_mib.update(used_mib)
         broker.sensors = dict(sample.sensors)
         broker.oom_kills.look({identity.pid for _, identity in self._live()}, time.monotonic())
-        # MiB by lease and device; "": processes without a lease.
+        # MiB by lease and device. The empty lease id stands for processes without a lease.
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
@@ -195,7 +199,7 @@ class Sampler:
         self._report_leases([one for one in broker.kernels.values() if one in unchanged], used, utilisation)
         broker.habits.sampled(utilisation)
         self._note_processes(sample.uses, owners)
-        # After the leases' own use: their reservations now cover its growth, so it is no stranger's.
+        # This follows the report of the leases' own use, because their reservations now cover its growth, which is therefore no stranger's.
         for device_id, use in sample.uses.items():
             if use is not None:
                 charged = sum(process.used_mib for process in use.processes)
@@ -218,7 +222,7 @@ class Sampler:
         return owners
 
     def _add_claimed(self, owners: dict[int, Owner], snapshot: Snapshot, uses: Mapping[str, DeviceUse | None]) -> None:
-        """Count processes without a lease for the claims of their user on their device, as far as these have room."""
+        """Count a user's processes without a lease towards the user's claims on their device, as far as the claims have room."""
         claims = [(kernel, view) for kernel, view in self._broker.views() if kernel.launch.claim]
         left = {(kernel, device_id): view.reserved_mib for kernel, view in claims for device_id in view.device_ids}
         for must_fit, (kernel, view) in product((True, False), claims):
@@ -251,7 +255,7 @@ class Sampler:
                 self._broker.survivors.refresh(kernel, mine)
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
-        """Return leases' use within their reservations. No reservation covers the rest, so it counts as a stranger's."""
+        """Return the leases' use within their reservations. The rest is not covered by a reservation and counts as a stranger's."""
         covered = 0
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
@@ -260,9 +264,9 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Count a cell as idle once its room was unused for the pool's `max_unused_hold`, until it uses the GPU.
+        """Count a cell as idle if it has not used its room for the pool's `max_unused_hold`, until it uses the GPU.
 
-        If another kernel has the room by then, the cell's use counts as a stranger's until its ticket is served.
+        If another kernel has taken the room by then, the cell's use counts as a stranger's until the cell's ticket is served.
         """
         cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
         if kernel.iopub is None or kernel.link is None or pool is None:
@@ -281,7 +285,7 @@ class Sampler:
     def _report_leases(
         self, kernels: list[Kernel], used: dict[str, dict[str, int]], utilisation: dict[str, int]
     ) -> None:
-        """Report all leases' news in one event, so that the arbiter serves the queue once per sample."""
+        """Report the changes of all leases in one event, so that the arbiter serves the queue once per sample."""
         measurements, measured = [], []
         for kernel in kernels:
             known, lease_id = kernel.measurement, kernel.lease_id
@@ -322,7 +326,7 @@ class Sampler:
 
     def _report_stranger(self, device_id: str, stranger_mib: int) -> None:
         before = self._strangers.get(device_id, 0)
-        # The arbiter changes its figure when a claim ends, or a lease that used the device gets a reservation.
+        # The arbiter changes its figure when a claim ends, or when a lease that used the device gets a reservation.
         known = {one.device_id: one.stranger_mib for one in self._broker.arbiter.devices()}.get(device_id)
         if device_id in self._strangers and before == stranger_mib == known:
             return
@@ -351,7 +355,7 @@ class Sampler:
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
 
     def check_stopped(self) -> None:
-        """Find stopped kernels on a device that others wait for: they cannot make room until they continue."""
+        """Find stopped kernels on a device that others wait for. They cannot make room until they continue."""
         waited_for = any(
             kernel.requests.waiters or kernel.cell.ticket_by_broker for kernel in self._broker.kernels.values()
         )
@@ -360,7 +364,10 @@ class Sampler:
                 self._broker.set_stopped(kernel, stopped=_is_held_up(kernel))
 
     def request_for_silent(self) -> None:
-        """File a ticket for each kernel that needs the GPU but cannot request it, and would stay blocked or unreserved forever."""
+        """File a ticket for each kernel that needs the GPU but cannot request it.
+
+        Such a kernel would stay blocked, or without a reservation, forever.
+        """
         now_s = time.monotonic()
         for kernel in list(self._broker.kernels.values()):
             link, since_s = kernel.link, kernel.cell.executing_since_s
@@ -393,8 +400,8 @@ class Sampler:
 
 
 def _is_held_up(kernel: Kernel) -> bool:
-    """Return whether the process is stopped or debugged. It is not stuck, and needs no GPU until it continues."""
+    """Return whether the process is stopped or debugged. Such a process is not stuck, and needs no GPU until it continues."""
     try:
         return kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
-    except OSError:  # it ended, or is unreadable
+    except OSError:  # the process ended, or is unreadable
         return False

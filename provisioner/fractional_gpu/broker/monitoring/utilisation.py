@@ -1,9 +1,9 @@
 """Measures how much of its devices each lease uses while it runs a cell.
 
-A figure is the mean since the last sample, for a lease that ran one cell throughout; the period starts late enough after the cell
-began to leave out earlier use (`settle_us`). There is no figure for cells that wait for input, work outside cells, unreadable messages,
-or processes that the device does not list. It sums the lease's processes and averages its devices. If a device reports nothing per
-process (or uses the MPS server), its total counts if only this lease computes there.
+The utilisation is the mean since the last sample, for a lease that ran one cell for that whole time. The period begins long enough after
+the start of the cell to exclude earlier use (`settle_us`). Cells that wait for input, work outside cells, unreadable messages, and
+processes that the device does not list get no figure. The figure is the sum over the lease's processes and the mean over its devices. If a
+device reports nothing per process (or the processes use the MPS server), the device's total counts if only this lease computes there.
 """
 
 import logging
@@ -22,12 +22,12 @@ from fractional_gpu.host.clock import since_boot_us
 log = logging.getLogger(__name__)
 
 _SHORTEST_US = 1_000_000  # the shortest period
-_SETTLE_US = 1_000_000  # for a device not read yet
+_SETTLE_US = 1_000_000  # for a device that has not been read yet
 _WHOLE = 1000
 
 
 _Beginning = tuple[float, float, int]
-"""When the message, the lease's last grant and its stay on the device began: at least one differs between two cells."""
+"""When the message, the last grant and the stay on the device began. At least one of these differs between two cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,16 @@ class UtilisationMeter:
         for device_id, start_us in {one for cell in reading.cells.values() for one in cell.devices.items()}:
             try:
                 reading.devices[device_id, start_us] = monitor.utilisation(device_id, start_us)
-            except GPUError as error:  # the memory reading detects a lost device
+            except GPUError as error:  # reading the memory detects a lost device
                 log.debug("cannot read the utilisation of device %s: %s", device_id, error)
 
     def evaluate(
         self, reading: Reading, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]
     ) -> dict[str, int]:
-        """Return the utilisation (thousandths) of each lease whose cell still runs. Call it on the loop with the same sample's data."""
+        """Return the utilisation of each lease whose cell still runs, in thousandths.
+
+        Call this on the loop, with data of the same sample.
+        """
         found: dict[str, int] = {}
         for kernel, view in self._broker.views():
             cell = reading.cells.get(kernel.lease_id)

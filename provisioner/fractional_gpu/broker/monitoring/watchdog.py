@@ -1,9 +1,9 @@
 """Ends a broker whose event loop is blocked, and logs the stacks of all its threads.
 
-A thread hands the loop a callback and waits for it to run. The broker dies as by SIGKILL: the next client or the supervisor starts another.
-Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, sleep) was not blocked, nor is one under a
-debugger. If the loop continues while the stacks are being written, the broker lives on. Native code that holds the GIL also stops this
-thread, so it goes unnoticed.
+A thread hands the loop a callback and waits for it to run. If the callback does not run in time, the broker ends as if by SIGKILL, and the
+next client or the supervisor starts another. Only time in which this thread ran counts, because a stopped broker (SIGSTOP, a frozen control
+group, sleep) was not blocked. A broker under a debugger is not ended either. If the loop continues while the stacks are being written, the
+broker lives on. Native code that holds the GIL also stops this thread, so such a block goes unnoticed.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fractional_gpu.host.threads import start
 
-EXIT_HUNG = 70  # the exit status of a broker that ended itself; systemd's Restart=on-failure starts it again
+EXIT_HUNG = 70  # exit status of a broker that ended itself; systemd's Restart=on-failure starts it again
 _LONGEST_TICK_S = 2.0
 _TICKS = 10  # the least number of ticks within the limit
 _SYSTEMD_TICK_S = 30.0  # a sixth of the unit's WatchdogSec
@@ -29,12 +29,15 @@ _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 
 
 async def notify_systemd() -> None:
-    """Tell systemd that the broker serves, and then that its loop runs (`Type=notify`, `WatchdogSec`). Runs until it is cancelled."""
+    """Tell systemd that the broker serves, and then regularly that its loop runs (`Type=notify`, `WatchdogSec`).
+
+    Runs until it is cancelled.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as line:
         while True:
             if address:
-                with suppress(OSError):  # systemd is busy or restarting: the next one arrives
+                with suppress(OSError):  # systemd is busy or restarting, and will receive the next one
                     line.sendto(b"READY=1\nWATCHDOG=1", address.replace("@", "\0", 1) if address[0] == "@" else address)
             await asyncio.sleep(_SYSTEMD_TICK_S)
 
@@ -43,7 +46,7 @@ async def notify_systemd() -> None:
 def watchdog(
     limit_ms: int | None, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """Watch the running loop within the block. `limit_ms`: None for no limit. `end` is called with the exit status."""
+    """Watch the running loop within the block. `limit_ms` is None for no limit. `end` is called with the exit status."""
     if limit_ms is None:
         yield
         return
@@ -70,7 +73,7 @@ def _watch(
     answered = _probe(loop)
     while not over.wait(tick_s):
         now_s = clock()
-        # In any time beyond two ticks, this thread, and so the loop, was stopped or got no processor.
+        # In any time beyond two ticks, this thread, and so the loop, too, was stopped or got no processor time.
         passed_s, looked_s = min(now_s - looked_s, 2 * tick_s), now_s
         if answered.is_set():
             still_s, answered = 0.0, _probe(loop)
@@ -109,7 +112,7 @@ def _write_stacks(still_s: float) -> None:
         "loses anything. Stacks of its threads, most recent call first:"
     )
     for descriptor in _log_descriptors():
-        # It is C and allocates nothing: no lock of the blocked thread can block it.
+        # This function is written in C and allocates nothing, so no lock of the blocked thread can block it.
         faulthandler.dump_traceback(descriptor, all_threads=True)
 
 
@@ -126,6 +129,6 @@ def _log_descriptors() -> list[int]:
     found = []
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):
-            with suppress(OSError, ValueError, AttributeError):  # a closed stream, none, or not a file
+            with suppress(OSError, ValueError, AttributeError):  # a closed stream, no stream, or no file
                 found.append(handler.stream.fileno())
     return found
