@@ -297,8 +297,13 @@ class Server:
                 stderr=log,
             )
         info = world.folder / "run" / f"jpserver-{self.process.pid}.json"
-        self.url: str = until(lambda: self._address(info), "the server writes its address")
-        until(self._listens, "the server listens there")  # it writes the address first
+        try:
+            self.url: str = until(lambda: self._address(info), "the server writes its address")
+            until(self._listens, "the server listens there")  # it writes the address first
+        except BaseException:  # on a slow machine; no caller has the process yet
+            self.process.kill()
+            self.process.wait()
+            raise
 
     @staticmethod
     def _address(info: Path) -> str | None:
