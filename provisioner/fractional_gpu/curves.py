@@ -1,4 +1,8 @@
-"""Curves as one SVG picture: small panels in rows and columns, round ticks, labels beside points; readable on light and on dark pages."""
+"""Draws curves as one SVG picture.
+
+The picture has small panels in rows and columns, with round ticks and with labels next to the points. It is readable on light and on dark
+pages.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +10,7 @@ from dataclasses import dataclass
 from fractional_gpu.svg import Frame, Svg, element, ticks
 
 _FRAME = Frame(width=330, height=220, left=52, right=14, top=30, bottom=34)
-_HEAD, _LINE, _CHARACTER = 64, 12, 6.2  # the legend; a label's height and the width of one of its characters
+_HEAD, _LINE, _CHARACTER = 64, 12, 6.2  # the height of the legend and of a label, and the width of a label's character
 _STYLE = (
     "svg{--paper:#fff;--ink:#1f2937;--soft:#4b5563;--grid:#e5e7eb;--a:#2563eb;--b:#d97706;--c:#b91c1c}"
     "@media(prefers-color-scheme:dark){"
@@ -19,12 +23,12 @@ _STYLE = (
     ".dot.a,text.a{fill:var(--a)}.dot.b,text.b{fill:var(--b)}.dot.c,text.c{fill:var(--c)}"
 )
 LOWER_LEFT = "Lower and further left is better; the axes begin where the figures do."
-_KINDS = "abc"  # the classes of the style, a colour each
+_KINDS = "abc"  # the classes of the style, one for each colour
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one series, with their labels and positions. A line joins several of them."""
+    """The points of one series, with their labels and positions. Several points are joined by a line."""
 
     name: str
     points: Sequence[tuple[str, float, float]]
@@ -32,14 +36,14 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One small picture. Panels have at most three series, the same in all of them."""
+    """One small picture. All panels have the same series, at most three."""
 
     title: str
     series: Sequence[Series]
 
 
 def curves(rows: Sequence[Sequence[Panel]], *, across: str, up: str, note: str = LOWER_LEFT) -> str:
-    """Return the picture. `across` and `up` name the axes of all panels; `note` is the sentence after them."""
+    """Return the picture. `across` and `up` name the axes of all panels, and `note` is the sentence after these names."""
     width, height = max(len(row) for row in rows) * _FRAME.width, _HEAD + len(rows) * _FRAME.height
     parts = [
         element("title", f"{up} against {across}"),
@@ -65,17 +69,17 @@ def _dot(kind: str, x: float, y: float, *, large: bool) -> Svg:
 
 
 class _Labels:
-    """Places of labels that do not cover one another; those without a free place are left out."""
+    """Finds places where labels do not cover one another. A label without a free place is left out."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float, float, float]] = []
 
     def block(self, x: float, y: float) -> None:
-        """Keep a point free."""
+        """Keep labels away from a point."""
         self._taken.append((x - 3, y - 3, x + 3, y + 3))
 
     def place(self, kind: str, text: str, x: float, y: float) -> list[Svg]:
-        """Return the label beside its point, or nothing."""
+        """Return the label next to its point, or an empty list if there is no room for it."""
         wide = _CHARACTER * len(text)
         for left, base in ((x + 6, y - 4), (x + 6, y + 12), (x - 6 - wide, y - 4), (x - 6 - wide, y + 12)):
             box = (left, base - _LINE + 3, left + wide, base + 2)
@@ -109,7 +113,7 @@ def _panel(panel: Panel) -> list[Svg]:
         for x, y in shares:
             parts.append(_dot(kind, _FRAME.x(x), _FRAME.y(y), large=len(shares) == 1))
             labels.block(_FRAME.x(x), _FRAME.y(y))
-    for kind, one in reversed([*zip(_KINDS, panel.series, strict=False)]):  # the last series is named first
+    for kind, one in reversed([*zip(_KINDS, panel.series, strict=False)]):  # the last series gets its labels first
         for text, x, y in one.points:
             parts += labels.place(kind, text, _FRAME.x(share(x)), _FRAME.y(y / up[-1]))
     return parts

@@ -1,8 +1,9 @@
-"""Medians, percentiles and the 95 % intervals of medians, without assumptions about distributions. Figures in, figures out.
+"""Medians, percentiles and the 95 % intervals of medians, without assumptions about distributions.
 
-Programs' run times have long tails and drift with the machine's load, so this uses medians, never means, with the sign test's interval.
-For samples that scatter symmetrically, `centre_estimate` returns the narrower interval of Wilcoxon's signed-rank test (Hodges and Lehmann,
-1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
+The functions take figures and return figures. Run times of programs have long tails and drift with the machine's load, so this module uses
+medians, never means, with the interval of the sign test. For samples that scatter symmetrically, `centre_estimate` returns the narrower
+interval of Wilcoxon's signed-rank test (Hodges and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section
+3.3).
 """
 
 import math
@@ -14,12 +15,12 @@ from itertools import accumulate, combinations_with_replacement
 from statistics import NormalDist
 
 CONFIDENCE = 0.95
-_MOST_EXACT = 50  # samples: beyond, the rank sum is so close to normal that counting is not worth its time
+_MOST_EXACT = 50  # with more samples, the rank sum is so close to normal that counting is not worth its time
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value, and an interval that contains the true value with at least CONFIDENCE. With too few samples, the interval is infinite."""
+    """A value, and an interval that contains the true value with at least CONFIDENCE. Too few samples give an infinite interval."""
 
     value: float
     low: float
@@ -32,7 +33,10 @@ def median(samples: Sequence[float]) -> float:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` of the samples lie, interpolated between neighbours. Raises ValueError."""
+    """Return the value below which `percent` of the samples lie, interpolated between neighbours.
+
+    Raises ValueError if there are no samples or if `percent` is out of range.
+    """
     if not samples:
         raise ValueError("cannot compute a percentile without samples")
     if not 0 <= percent <= 100:
@@ -55,7 +59,7 @@ def midmean(samples: Sequence[float]) -> float:
 
 
 def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """Return the median and its sign-test interval. The samples must be independent. Raises ValueError if there are none."""
+    """Return the median and its sign-test interval. The samples must be independent. Raises ValueError if there are no samples."""
     ordered = sorted(samples)
     skipped = _skipped(len(ordered), confidence)
     if skipped is None:
@@ -64,9 +68,10 @@ def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def _skipped(count: int, confidence: float) -> int | None:
-    """Return the most samples to leave out at each end, or None if there are too few samples.
+    """Return how many samples to leave out at each end at most, or None if there are too few samples.
 
-    The number of samples below the median is binomial: the median lies outside the interval if at most `skipped` samples are on one side.
+    The number of samples below the median has a binomial distribution. The median lies outside the interval if at most `skipped` samples
+    are on one side of it.
     """
     allowed = (1 - confidence) / 2
     skipped, tail = -1, 0.0
@@ -76,11 +81,12 @@ def _skipped(count: int, confidence: float) -> int | None:
 
 
 def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """Return the centre of samples that scatter symmetrically about it, with its interval. Raises ValueError if there are none.
+    """Return the centre of samples that scatter symmetrically about it, with its interval.
 
-    The value is the median of the averages of all pairs, each sample with itself included, and the interval's ends are two such averages.
-    Outliers widen this interval, but hardly the sign test's, so the narrower one is returned, the sign test's with the median. The samples
-    must be independent and symmetrically distributed, as differences of two similar quantities are.
+    The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are two such
+    averages. Outliers widen this interval, but hardly that of the sign test, so the function returns the narrower of the two; it returns
+    the interval of the sign test together with the median. The samples must be independent and symmetrically distributed, like differences
+    of two similar quantities. Raises ValueError if there are no samples.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))
@@ -93,10 +99,10 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 @lru_cache(maxsize=256)
 def _skipped_averages(count: int, confidence: float) -> int | None:
-    """Return the most averages of pairs to leave out at each end, or None if there are too few samples.
+    """Return how many averages of pairs to leave out at each end at most, or None if there are too few samples.
 
-    The number of averages below the true centre is the sum of the ranks of the samples below it, which is distributed like the sum of a
-    random subset of 1 to `count`.
+    The number of averages below the true centre is the sum of the ranks of the samples below it. This sum is distributed like the sum of a
+    random subset of the numbers from 1 to `count`.
     """
     allowed = (1 - confidence) / 2
     if count <= _MOST_EXACT:
@@ -107,7 +113,7 @@ def _skipped_averages(count: int, confidence: float) -> int | None:
 
 @lru_cache(maxsize=64)
 def _rank_sums(count: int) -> list[int]:
-    """Return, for each sum, how many subsets of 1 to `count` add up to at most that sum."""
+    """Return, for each sum, how many subsets of the numbers from 1 to `count` add up to at most that sum."""
     parts = [1]
     for rank in range(1, count + 1):
         parts = [

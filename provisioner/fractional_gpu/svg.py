@@ -1,4 +1,7 @@
-"""Parts of SVG pictures, and the axes of charts. What is given is escaped. Kernels import this: the standard library alone."""
+"""Elements of SVG pictures, and the axes of charts.
+
+The functions escape all text they are given. Kernels import this module, so it uses only the standard library.
+"""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -7,7 +10,7 @@ from typing import NamedTuple
 
 
 class Svg(str):
-    """Text that is SVG already. Jinja2 inserts it as it is."""
+    """Text that is already SVG. Jinja2 inserts it unchanged."""
 
     __slots__ = ()
 
@@ -16,7 +19,10 @@ class Svg(str):
 
 
 def element(name: str, *inside: str, **attributes: str | float) -> Svg:
-    """Return an element: `class_` stands for `class`, `text_anchor` for `text-anchor`, and floats get one decimal."""
+    """Return an SVG element.
+
+    In attribute names, `class_` stands for `class` and `text_anchor` for `text-anchor`. Floats get one decimal.
+    """
     written = ""
     for key, value in attributes.items():
         shown = f"{value:.1f}" if isinstance(value, float) else escape(str(value))
@@ -26,7 +32,10 @@ def element(name: str, *inside: str, **attributes: str | float) -> Svg:
 
 
 def ticks(low: float, high: float, intervals: int = 4, *, least_step: float = 0) -> list[float]:
-    """Return round values (1, 2 or 5 times a power of ten apart) from below `low` to above `high`, in about so many intervals."""
+    """Return round values from below `low` to above `high`, in about as many intervals as requested.
+
+    The values are 1, 2 or 5 times a power of ten apart.
+    """
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** floor(log10(span / intervals))
     step = max(least_step, next(power * one for one in (1, 2, 5, 10) if power * one * intervals >= span * 0.999))
@@ -35,13 +44,16 @@ def ticks(low: float, high: float, intervals: int = 4, *, least_step: float = 0)
 
 
 def count_axis(most: float) -> tuple[list[tuple[float, str]], float]:
-    """Return marks at round whole numbers from 0, as (share of the axis, label), and the last of these numbers."""
+    """Return marks at round whole numbers from 0, and the last of these numbers. A mark is (share of the axis, label)."""
     at = ticks(0, most, least_step=1)
     return [(one / at[-1], f"{one:,.0f}") for one in at], at[-1]
 
 
 class Frame(NamedTuple):
-    """The size of a chart and its margins. Places inside are shares of its width and height, from the lower left corner."""
+    """The size of a chart and its margins.
+
+    Positions in the chart are shares of its width and height, starting at the lower left corner.
+    """
 
     width: int
     height: int
@@ -57,7 +69,7 @@ class Frame(NamedTuple):
         return self.height - self.bottom - share * (self.height - self.top - self.bottom)
 
     def marks_up(self, marks: Iterable[tuple[float, str]]) -> list[Svg]:
-        """Return lines across the chart, each with its label on the left."""
+        """Return lines across the chart, each with a label on its left."""
         parts = []
         for share, label in marks:
             y = self.y(share)
@@ -66,7 +78,7 @@ class Frame(NamedTuple):
         return parts
 
     def marks_across(self, marks: Iterable[tuple[float, str]]) -> list[Svg]:
-        """Return short lines below the chart, each with its label."""
+        """Return short lines below the chart, each with a label."""
         parts, y = [], self.y(0)
         for share, label in marks:
             x = self.x(share)

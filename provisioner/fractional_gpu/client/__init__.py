@@ -1,1 +1,4 @@
-"""The clients of the broker, and where to find it. Kernels load this: the standard library, msgspec and jupyter_core only."""
+"""The clients of the broker, and the code that finds it.
+
+Kernels load this package, so it imports only the standard library, msgspec and jupyter_core.
+"""

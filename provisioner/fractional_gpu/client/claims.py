@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 
 _LEAST_WAIT_MS: Final = 1000  # leaves time to write the ledger
-_ATTEMPTS: Final = 3  # at reaching a broker, which may end during the wait
+_ATTEMPTS: Final = 3  # number of attempts to reach a broker, which may end during the wait
 _Waiting = Callable[[Progress], None]
 
 
@@ -25,10 +25,12 @@ def take_claim(
 ) -> "tuple[LeaseStatus, DeviceStatus, Mapping[str, str]]":
     """Claim room on a device for programs of this user, until `request.ttl_ms` is over or process `request.holder_pid` ends.
 
-    Starts a broker if none is running. Waits up to `wait_ms` for room (None: no limit), and calls `waiting` with each line of progress.
-    `BrokerClient.pin` changes when it ends, `BrokerClient.release` ends it. Returns the claim, its device, and the variables that bind a
-    program to it. Raises the protocol's errors, NoRoomError (reason `timeout`) if there is no room in time. After an error or an interrupt
-    there is no claim.
+    Start a broker if none is running. Wait up to `wait_ms` for room (None for no limit), and call `waiting` with each line of progress.
+    Return the claim, its device, and the variables that bind a program to this device. `BrokerClient.pin` changes when the claim ends, and
+    `BrokerClient.release` ends it.
+
+    Raises the protocol's errors, such as NoRoomError (reason `timeout`) if there is no room in time. After an error or an interrupt there
+    is no claim.
     """
     seat = own_seat()
     request = replace(request, kind=CLAIM, seat="" if seat is None else seat.seat_id)
@@ -46,7 +48,10 @@ def take_claim(
 
 
 def await_grant(client: BrokerClient, lease_id: str, wait_ms: int | None, waiting: _Waiting) -> Progress:
-    """Wait for the GPU, restarting a broker that ends. Raises NoRoomError, or BrokerUnavailableError if none can be reached."""
+    """Wait for the GPU, restarting a broker that ends.
+
+    Raises NoRoomError, or BrokerUnavailableError if no broker can be reached.
+    """
     request = AcquireRequest(wait_ms=max(wait_ms or 0, _LEAST_WAIT_MS))
     for attempt in range(1, _ATTEMPTS + 1):
         try:

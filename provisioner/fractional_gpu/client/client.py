@@ -1,9 +1,9 @@
-"""The client of the lease API, for kernels, provisioners, spawners and commands. Synchronous.
+"""The synchronous client of the lease API, for kernels, provisioners, spawners and commands.
 
-- Every error is one of `fractional_gpu.protocol.errors`: BrokerUnavailableError if no broker answers, the connection breaks or a wait takes
-  too long. A rate-limited call is retried for up to `timeout_s`.
-- Threads may share a client: each call has its own connection. After a fork, the child leaves its parent's connections alone.
-- An interrupt (KeyboardInterrupt, a closed generator) closes the connection, and the broker then withdraws any ticket.
+- Every error is one of those in `fractional_gpu.protocol.errors`. BrokerUnavailableError means that no broker answers, that the connection
+  broke, or that a wait took too long. A rate-limited call is retried for up to `timeout_s`.
+- Threads may share a client, because each call has its own connection. After a fork, the child does not touch its parent's connections.
+- An interrupt (KeyboardInterrupt, or closing a generator) closes the connection, and the broker then withdraws any ticket.
 """
 
 import threading
@@ -61,15 +61,15 @@ Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
 
 _UNLIMITED_S = 20 * 86_400.0  # for a stream that is silent while nothing changes; sockets allow 24 days
-_SILENCE_S = 3 * PULSE_S  # a stream without a keep-alive for this long is dead
+_SILENCE_S = 3 * PULSE_S  # a stream without a keep-alive for this long is considered dead
 
 
 class BrokerClient:
-    """Talks to the broker at `socket_path`. It connects only when called.
+    """Talks to the broker at `socket_path`. It connects only when a method is called.
 
-    `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds each wait for an answer, except in calls
-    that wait for the GPU; those say so. `acting_for` names the administrator for whom a program calls, for the broker's
-    audit log. Raises BadRequestError for an invalid name.
+    Pass the lease's `token`, or None to act with the rights of the peer's uid. `timeout_s` limits each wait for an answer, except in calls
+    that wait for the GPU, whose docstrings say so. `acting_for` names the administrator for whom a program calls, for the broker's audit
+    log. Raises BadRequestError if this name is invalid.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BrokerClient:
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
     def because_of(self, cause: str) -> Self:
-        """Set the cause that leases' stories name for later requests, such as "`%gpu suspend`". Return the client."""
+        """Set the cause of later requests, such as "`%gpu suspend`", which appears in the stories of leases. Return the client."""
         self._headers[CAUSE] = cause
         return self
 
@@ -101,9 +101,9 @@ class BrokerClient:
         *,
         timeout_s: float | None = None,
     ) -> Reply:
-        """Call a route once and return its reply. `about`: the lease, seat, device or pool in its path.
+        """Call a route once and return its reply. `about` is the lease, seat, device or pool in the route's path.
 
-        Waits `timeout_s` (default: the client's) plus the time that the route or the request's `wait_ms` gives the broker. Raises the
+        Wait `timeout_s` (by default the client's) plus the time that the route or the request's `wait_ms` gives the broker. Raises the
         errors of `fractional_gpu.protocol.errors`.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -113,17 +113,20 @@ class BrokerClient:
     def stream(
         self, route: Route[Request, Reply], request: Request | None = None, about: str = "", *, silence_s: float
     ) -> Generator[Reply, None, None]:
-        """Yield a route's lines, each within `silence_s`, until the broker ends them. Closing hangs up. Raises like `call`."""
+        """Yield the lines of a route until the broker ends the stream. Each must arrive within `silence_s`.
+
+        Closing the generator hangs up. Raises the same errors as `call`.
+        """
         with closing(self._payloads(route, request, about, self.timeout_s, silence_s)) as payloads:
             for payload in payloads:
                 yield decode_reply(payload, route.reply_type)
 
     def ping(self, timeout_s: float | None = None) -> Pong:
-        """Ask which broker answers, within `timeout_s` seconds (default: the client's)."""
+        """Ask the broker to identify itself, within `timeout_s` seconds (by default the client's timeout)."""
         return self.call(routes.PING, timeout_s=timeout_s)
 
     def status(self, *, fresh: bool = False) -> "HostStatus":
-        """Return devices, pools and the leases that this user may see. `fresh`: the broker samples the devices first."""
+        """Return the devices, the pools and the leases that this user may see. `fresh` makes the broker sample the devices first."""
         return self.call(routes.STATUS, FreshQuery(fresh=fresh))
 
     def capacity(self) -> "Capacity":
@@ -131,7 +134,7 @@ class BrokerClient:
         return self.call(routes.CAPACITY)
 
     def events(self) -> Iterator["HostStatus"]:
-        """Yield the `status` at once and after each change, blocking in between. Raises BrokerUnavailableError."""
+        """Yield the `status` at once and after each change, and block in between. Raises BrokerUnavailableError."""
         status: HostStatus | None = None
         with closing(
             self._payloads(routes.EVENTS, None, "", self.timeout_s, max(self.timeout_s, _SILENCE_S))
@@ -142,15 +145,15 @@ class BrokerClient:
                     yield status
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
-        """Request a new lease. Waits up to `request.wait_ms` more for the broker to make room. Raises NoRoomError."""
+        """Request a new lease. The broker may take up to `request.wait_ms` longer to make room. Raises NoRoomError."""
         return self.call(routes.CREATE, request)
 
     def lease(self, lease_id: str, *, fresh: bool = False) -> "LeaseStatus":
-        """Return one lease. `fresh`: the broker samples its devices first. Raises NotFoundError."""
+        """Return one lease. `fresh` makes the broker sample the lease's devices first. Raises NotFoundError."""
         return self.call(routes.SHOW, FreshQuery(fresh=fresh), lease_id)
 
     def release(self, lease_id: str) -> None:
-        """End a lease; does nothing if it has ended."""
+        """End a lease. Do nothing if it has ended."""
         self.call(routes.RELEASE, about=lease_id)
 
     def end_left(self, lease_id: str) -> None:
@@ -162,7 +165,7 @@ class BrokerClient:
         return self.call(routes.ATTACH, request, lease_id)
 
     def detach(self, lease_id: str) -> None:
-        """Report that the process is gone or about to be replaced."""
+        """Report that the process has ended or is about to be replaced."""
         self.call(routes.DETACH, about=lease_id)
 
     def suspend(self, lease_id: str) -> "LeaseStatus":
@@ -178,27 +181,30 @@ class BrokerClient:
         self.call(routes.EXPECT, request, lease_id)
 
     def pin(self, lease_id: str, request: PinRequest) -> "LeaseStatus":
-        """Keep the lease resident for a while, replacing any earlier pin. Raises ConflictError that names the limit."""
+        """Keep the lease resident for a while, replacing any earlier pin. Raises ConflictError with the limit."""
         return self.call(routes.PIN, request, lease_id)
 
     def unpin(self, lease_id: str) -> "LeaseStatus":
-        """End the pin; does nothing if the lease is not pinned."""
+        """End the pin. Do nothing if the lease is not pinned."""
         return self.call(routes.UNPIN, about=lease_id)
 
     def resize(self, lease_id: str, request: ResizeRequest) -> "LeaseStatus":
-        """Resize the lease within `request.wait_ms`; a later `resize` replaces this one. Raises ConflictError or NoRoomError."""
+        """Resize the lease within `request.wait_ms`. A later `resize` replaces this one. Raises ConflictError or NoRoomError."""
         return self.call(routes.RESIZE, request, lease_id)
 
     def move(self, lease_id: str, request: MoveRequest) -> "LeaseStatus":
-        """Move an idle kernel to another device, waiting up to an hour. For administrators."""
+        """Move an idle kernel to another device, waiting up to an hour. Only for administrators."""
         return self.call(routes.MOVE, request, lease_id)
 
     def evict(self, lease_id: str, request: EvictRequest) -> None:
-        """End the kernel and its lease: its variables are lost. Raises BadRequestError without `confirm`. For administrators."""
+        """End the kernel and its lease, which loses the kernel's variables. Only for administrators.
+
+        Raises BadRequestError without `confirm`.
+        """
         self.call(routes.EVICT, request, lease_id)
 
     def story(self, lease_id: str) -> "Story":
-        """Return why everything happened to the lease."""
+        """Return the reasons for everything that happened to the lease."""
         return self.call(routes.STORY, about=lease_id)
 
     def history(self, lease_id: str) -> "History":
@@ -210,7 +216,7 @@ class BrokerClient:
         return self.call(routes.COST, about=lease_id)
 
     def others(self, lease_id: str, last_ms: int, without: Sequence[str] = ()) -> OthersUse:
-        """Return others' use of the lease's device in the last `last_ms` (at most a minute), not counting the leases `without`."""
+        """Return how others used the lease's device in the last `last_ms` (at most a minute), not counting the leases `without`."""
         return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, without=",".join(without)), lease_id)
 
     def usage(
@@ -222,7 +228,7 @@ class BrokerClient:
         *,
         advice: bool = False,
     ) -> "UsageReport":
-        """Return the sums of use that this user may see, as `UsageQuery` says. Raises BadRequestError."""
+        """Return the sums of use that this user may see, as described in `UsageQuery`. Raises BadRequestError."""
         from fractional_gpu.protocol.accounts import UsageQuery  # noqa: PLC0415 - few kernels ask
 
         query = UsageQuery(by=",".join(by), since_s=since_s, until_s=until_s, advice=advice, **(only or {}))
@@ -233,40 +239,41 @@ class BrokerClient:
         return self.call(routes.BUDGETS)
 
     def extend_budget(self, request: "BudgetExtension") -> "BudgetList":
-        """Give a user or a group more. For administrators."""
+        """Give a user or a group more budget. Only for administrators."""
         return self.call(routes.EXTEND_BUDGET, request)
 
     def drain(self, device: str, request: DrainRequest) -> "DeviceStatus":
-        """Begin to empty a device (id, beginning of one, or number). For administrators."""
+        """Begin to empty a device, named by its id, the beginning of its id, or its number. Only for administrators."""
         return self.call(routes.DRAIN, request, device)
 
     def undrain(self, device: str) -> "DeviceStatus":
-        """Use a drained device again; does nothing if it is not drained. For administrators."""
+        """Use a drained device again. Do nothing if it is not drained. Only for administrators."""
         return self.call(routes.UNDRAIN, about=device)
 
     def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
-        """Yield the lease's progress while it waits for the GPU; the last line is `granted` or `refused`.
+        """Yield the lease's progress while it waits for the GPU. The last line is `granted` or `refused`.
 
-        Hanging up withdraws the ticket. Waits at most `request.wait_ms` plus `timeout_s` per line. Raises BrokerUnavailableError.
+        Hanging up withdraws the ticket. Wait at most `request.wait_ms` plus `timeout_s` for each line. Raises BrokerUnavailableError.
         """
         return self.wait(routes.ACQUIRE, request, lease_id)
 
     def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
-        """Like `acquire`, but continue after `granted`: the lease is in use until the generator or the client is closed.
+        """Like `acquire`, but continue after `granted`. The lease is in use until the generator or the client is closed.
 
-        If the lease is preempted, it says so and waits again; it ends with `refused`. Raises BrokerUnavailableError.
+        If the lease is preempted, the stream reports this and the lease waits again. The stream ends with `refused`. Raises
+        BrokerUnavailableError.
         """
         return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_UNLIMITED_S)
 
     def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
-        """Yield a command's state and notices as they change, until its lease ends. Blocks in between."""
+        """Yield a command's state and notices as they change, until its lease ends. Block in between."""
         return self.stream(routes.FOLLOW, about=lease_id, silence_s=_UNLIMITED_S)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
-        """Yield the broker's commands for this kernel's gate, until the broker ends the stream. Blocks in between.
+        """Yield the broker's commands for this kernel's gate, until the broker ends the stream. Block in between.
 
-        Keep-alives have an empty verb. Reading one proves to the broker that Python runs in this process. So the socket has
-        a timeout: with it, Python polls before each read; without one, the system would read alone.
+        Keep-alives have an empty verb. Reading one proves to the broker that Python runs in this process. For this reason the socket has a
+        timeout, which makes Python poll before each read; without a timeout, the system call would read while Python is blocked.
         """
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 
@@ -275,12 +282,12 @@ class BrokerClient:
         self.call(routes.ANSWER, answer, lease_id)
 
     def close(self) -> None:
-        """Abort all running calls, which raise BrokerUnavailableError. The client stays usable."""
+        """Abort all running calls, which raise BrokerUnavailableError. The client can still be used."""
         for call in list(self._active):
             call.give_up()
 
     def wait(self, route: Route[Request, Line], request: Request, about: str = "") -> Generator[Line, None, None]:
-        """Yield a route's lines up to `granted` or `refused`. Raises BrokerUnavailableError if they end earlier."""
+        """Yield the lines of a route up to `granted` or `refused`. Raises BrokerUnavailableError if the stream ends earlier."""
         silence_s = self.timeout_s + _wait_s(route, request)
         with closing(self.stream(route, request, about, silence_s=silence_s)) as lines:
             for line in lines:
@@ -294,7 +301,7 @@ class BrokerClient:
     def _payloads(
         self, route: Route[Any, Any], request: object, about: str, timeout_s: float, silence_s: float
     ) -> Generator[object, None, None]:
-        """Yield the reply's decoded body or lines. `silence_s` bounds each wait for the broker once the request is sent."""
+        """Yield the reply's decoded body or lines. `silence_s` limits each wait for the broker after the request is sent."""
         target, body = _encode(route, request, about)
         deadline_s = time.monotonic() + self.timeout_s
         call = Call()
@@ -317,7 +324,7 @@ class BrokerClient:
                                 raise error_from_reply(payload, 500)
                             yield payload
                         return
-                except TooManyRequestsError as error:  # comes only before the first line
+                except TooManyRequestsError as error:  # raised only before the first line
                     if time.monotonic() + error.retry_s > deadline_s:
                         raise
                     call.pause(error.retry_s)
@@ -331,7 +338,7 @@ def _wait_s(route: Route[Any, Any], request: object) -> float:
 
 
 def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, bytes | None]:  # noqa: ANN401 - the route's
-    """Return a request's target and body: a GET has a query, every POST a body. Raises BadRequestError."""
+    """Return the target and the body of a request. A GET has a query, and every POST has a body. Raises BadRequestError."""
     before, placeholder, after = route.path.partition("{")
     target = before + quote(about, safe="") + after.partition("}")[2] if placeholder else before
     if route.method == "GET":
@@ -346,7 +353,10 @@ def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, byte
 
 
 def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
-    """Return the first line of events as the status, or `status` with a later line's changes. Raises InternalBrokerError."""
+    """Return the new status after a line of events.
+
+    The first line is the status itself, and later lines change `status`. Raises InternalBrokerError.
+    """
     from fractional_gpu.protocol.status import HostChange, HostStatus  # noqa: PLC0415 - kernels do not follow hosts
 
     if status is None:
@@ -363,7 +373,7 @@ def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
 
 def _error(connection: Connection) -> FractionalGPUError:
     body = connection.read_body()
-    # An error page without JSON is not the broker's: only its status counts.
+    # An error page that is not JSON does not come from the broker. Only its HTTP status counts.
     error = error_from_reply(decode_json(body) if body.lstrip().startswith(b"{") else None, connection.status)
     if isinstance(error, TooManyRequestsError):
         error.retry_s = connection.retry_s
@@ -371,14 +381,16 @@ def _error(connection: Connection) -> FractionalGPUError:
 
 
 _PAUSE_S = 1.5  # between two pings
-PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer; 5 s with the pause and half a second for a busy machine
+PATIENCE_S = (
+    ANSWER_S - _PAUSE_S - 0.5
+)  # wait for an answer; 5 s with the pause and 0.5 s for a busy machine
 
 
 class SilenceWatch:
-    """Pings the broker in a thread, from `start` to `stop`, to notice a broker that hangs during a long call.
+    """Pings the broker in a thread, from `start` to `stop`, to notice if it hangs during a long call.
 
-    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time the broker does not answer,
-    and with None when it answers again.
+    `connect` makes a client from a timeout in seconds. Each time the broker does not answer, the thread calls `report` with the error. When
+    the broker answers again, the thread calls `report` with None.
     """
 
     def __init__(
@@ -392,14 +404,14 @@ class SilenceWatch:
         self._started = False
 
     def start(self) -> None:
-        """Start watching, unless already started. A process that can start no thread is not watched."""
+        """Start watching, unless already started. If the process cannot start a thread, nothing is watched."""
         if not self._started:
             self._started = True
             with suppress(RuntimeError):
                 threading.Thread(target=self._run, name="gpu-silence", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop reporting. Returns at once; the thread ends within a few seconds."""
+        """Stop reporting. This returns at once, and the thread ends within a few seconds."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -409,7 +421,7 @@ class SilenceWatch:
             try:
                 with self._connect(PATIENCE_S) as client:
                     client.ping()
-            except FractionalGPUError as error:  # a refusal or a missing broker is not silence
+            except FractionalGPUError as error:  # the broker is not silent if it refuses or does not exist
                 if isinstance(error, BrokerUnavailableError) and error.reason == "timeout":
                     silence = error
             if self._stop.is_set():

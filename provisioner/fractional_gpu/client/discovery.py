@@ -1,11 +1,12 @@
 """Finds the broker's socket, and starts a broker on it.
 
-- The socket is `$JUPYTER_GPU_SOCKET`, else the system service's, else one in the user's Jupyter runtime folder, with a subfolder for each
-  host if hosts share that (a home on NFS). Clients send it connection keys, so only this user or root may write to its folder.
-- A missing broker is started, except a system service (its administrator starts it) or in a job or pod, with which it would end.
-  Concurrent starters do not conflict: each succeeds once *a* broker serves.
-- The last broker wrote its start command to `broker.json` next to the socket and in its state folder, so a kernel in another environment
-  starts the broker from the environment that installed it.
+- The socket is `$JUPYTER_GPU_SOCKET`, else that of the system service, else one in the user's Jupyter runtime folder. If several hosts
+  share this folder (a home on NFS), each host has a subfolder. Clients send connection keys to the socket, so only this user or root may
+  write to its folder.
+- A missing broker is started, with two exceptions. The administrator starts a system service, and a broker in a job or pod would end
+  with it. Concurrent starters do not conflict: each succeeds once *a* broker serves.
+- A broker writes its start command to `broker.json`, next to the socket and in its state folder. With this command, a kernel in
+  another environment starts the next broker from the environment that installed it.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 IN_WORKLOAD = "JUPYTER_GPU_BROKER_IN_WORKLOAD"
-"""If this variable is `1`, brokers start automatically within a job or a pod."""
+"""Brokers start automatically inside a job or a pod if this variable is `1`."""
 _LONGEST_PATH = 100  # bytes; Linux allows 107, and brokers put temporary names next to their sockets
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
@@ -44,16 +45,19 @@ _LONGEST_SETTINGS = 64 * 1024  # bytes
 
 
 def runtime_dir() -> Path:
-    """Create (mode 0700) and return this host's folder for sockets, token files and kernel records. Raises BrokerUnavailableError."""
+    """Return this host's folder for sockets, token files and kernel records, creating it with mode 0700.
+
+    Raises BrokerUnavailableError.
+    """
     folder = runtime_place()
-    if foreign_above(folder) is not None:  # another user owns the home: with sudo, or in a container
+    if foreign_above(folder) is not None:  # another user owns the home, as with sudo or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder
 
 
 def runtime_place() -> Path:
-    """Return this host's folder below Jupyter's runtime folder. It may not exist, or belong to another user."""
+    """Return this host's folder inside Jupyter's runtime folder. It may not exist, or may belong to another user."""
     try:
         runtime = Path(jupyter_runtime_dir()).absolute()
     except RuntimeError as error:
@@ -64,10 +68,10 @@ def runtime_place() -> Path:
 
 
 def socket_path() -> str:
-    """Return the absolute path of the broker's socket, at most 100 bytes. Raises BrokerUnavailableError."""
+    """Return the absolute path of the broker's socket, which has at most 100 bytes. Raises BrokerUnavailableError."""
     named = os.environ.get("JUPYTER_GPU_SOCKET", "")
     if named:
-        named = str(Path(named).absolute())  # brokers and kernels run in other folders
+        named = str(Path(named).absolute())  # brokers and kernels run in other working folders
         if len(os.fsencode(named)) > _LONGEST_PATH:
             raise BrokerUnavailableError(
                 f"JUPYTER_GPU_SOCKET={named} is longer than {_LONGEST_PATH} bytes, which UNIX sockets do not allow; "
@@ -81,9 +85,10 @@ def socket_path() -> str:
 
 
 def _is_system_service_there() -> bool:
-    """Return whether the machine has a system service: its socket, a stopped one's lock, or its unit, even if we may not look.
+    """Return whether the machine has a system service.
 
-    If a user's broker started before the service or during its restart, it would take the devices, and the service could not start.
+    Its socket, the lock of a stopped service or its unit shows this, even if this process may not look inside. If a user's broker started
+    before the service or during its restart, that broker would take the devices, and the service could not start.
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock", SYSTEM_UNIT):
         try:
@@ -105,11 +110,12 @@ def ensure_broker(
     command: tuple[list[str], dict[str, str]] | None = None,
     simulate: str | None = None,
 ) -> "BrokerClient":
-    """Return a client of the broker on `socket` (default: `socket_path()`), starting one if none is running there.
+    """Return a client of the broker on `socket` (by default `socket_path()`), starting a broker if none is running there.
 
-    `timeout_s` bounds, in seconds, the start and each of the client's calls; `answer_s` (default: the same) the first answer of a running
-    broker. `command` starts one (default: `restart_command`). `simulate`: the first broker's simulated devices, if the environment names
-    none. Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError.
+    `timeout_s` limits, in seconds, the start and each of the client's calls. `answer_s` limits the first answer of a running broker, and is
+    the same by default. `command` starts a broker (by default `restart_command`). `simulate` describes the simulated devices of a first
+    broker, if the environment describes none. This function blocks, so an event loop must call it in a thread. Raises
+    BrokerUnavailableError.
     """
     path = socket if socket is not None else socket_path()
     _check_folder_if_there(path)
@@ -131,21 +137,27 @@ def ensure_broker(
 
 
 def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> "BrokerClient":
-    """Return a client of the broker on `socket_path()`, starting none. Raises BrokerUnavailableError for an unsafe folder."""
+    """Return a client of the broker on `socket_path()` without starting one.
+
+    Raises BrokerUnavailableError if the folder is unsafe.
+    """
     path = socket_path()
     check_folder(path)
     return _new_client(path, token, timeout_s)
 
 
 def _new_client(path: str, token: str | None, timeout_s: float) -> "BrokerClient":
-    # Imported here: code that starts a broker needs no client, and a kernel's start waits for this import.
+    # Imported here because code that starts a broker needs no client, and a kernel's start waits for this import.
     from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415
 
     return BrokerClient(path, token=token, timeout_s=timeout_s)
 
 
 def _check_may_start(path: str) -> None:
-    """Raise BrokerUnavailableError for a service's socket, and in a job or pod, whose end could kill a broker in mid-suspend."""
+    """Raise BrokerUnavailableError if this process must not start a broker.
+
+    It must not start one on a service's socket, nor in a job or pod, whose end could kill the broker in mid-suspend.
+    """
     if _is_service(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service that is not running; "
@@ -167,7 +179,7 @@ def _check_may_start(path: str) -> None:
 
 
 def _is_service(path: str) -> bool:
-    """Return whether the socket is a service's, or in a root-owned folder that this user cannot write to."""
+    """Return whether the socket belongs to a service, or is in a root-owned folder that this user cannot write to."""
     try:
         return is_service_socket(path) or Path(path).absolute().parent.stat().st_uid == 0 != os.geteuid()
     except OSError:
@@ -175,7 +187,10 @@ def _is_service(path: str) -> bool:
 
 
 def _answers(client: "BrokerClient", answer_s: float) -> bool:
-    """Return whether a broker serves; False only if none listens. Raises BrokerUnavailableError if it hangs or is incompatible."""
+    """Return whether a broker serves. Return False only if no process listens.
+
+    Raises BrokerUnavailableError if the broker hangs or is incompatible.
+    """
     try:
         pong = client.ping(answer_s)
     except BrokerUnavailableError as error:
@@ -188,7 +203,10 @@ def _answers(client: "BrokerClient", answer_s: float) -> bool:
 
 
 def _check_folder_if_there(path: str) -> None:
-    """Check the socket's folder if it exists. If it was deleted while a broker runs, that broker or the next one recreates it."""
+    """Check the socket's folder if it exists.
+
+    If the folder was deleted while a broker runs, that broker or the next one creates it again.
+    """
     try:
         check_folder(path)
     except BrokerUnavailableError as error:
@@ -198,9 +216,9 @@ def _check_folder_if_there(path: str) -> None:
 
 
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
-    """Wait while a broker starts, ends or restores its deleted socket, or a service restarts. Return whether one serves.
+    """Wait while a broker starts, ends or restores its deleted socket, or a service restarts. Return whether a broker serves.
 
-    Raises BrokerUnavailableError, naming the process, if it stays unreachable.
+    Raises BrokerUnavailableError with the name of the process if the broker stays unreachable.
     """
     path, begun_s = client.socket_path, time.monotonic()
     deadline_s, restarts_until_s = begun_s + timeout_s, begun_s + min(timeout_s, _RESTART_S if _is_service(path) else 0)
@@ -217,11 +235,11 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
 
 
 def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
-    """Start a broker, unless another thread or process is starting one: concurrent starts slow each other down."""
+    """Start a broker, unless another thread or process is starting one, since concurrent starts slow each other down."""
     path, deadline_s = client.socket_path, time.monotonic() + timeout_s
     try:
         folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it was deleted: the broker recreates it
+    except OSError:  # the folder was deleted, and the broker creates it again
         _start(path, timeout_s, command)
         return
     try:
@@ -236,14 +254,14 @@ def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[st
             _start(path, timeout_s, command)
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked since has the descriptor, too
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
         os.close(folder)
 
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
     """Run the start command, which ends once a broker serves. Raises BrokerUnavailableError."""
     argv, environment = command or _start_command(path)
-    # In memory, as the disk may be full. Not a pipe: the broker may keep its end open.
+    # The file is in memory, because the disk may be full. It is not a pipe, because the broker may keep its end open.
     with os.fdopen(os.memfd_create("gpu-start"), "r+b") as complaint:
         try:
             process = subprocess.Popen(
@@ -277,28 +295,31 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
 
 
 def restart_file(path: str) -> Path:
-    """Return the file in which this socket's broker records how to start it. It exists while leases may live."""
+    """Return the file in which this socket's broker records how to start it again. It exists while leases may be live."""
     return Path(path).with_name("broker.json")
 
 
 def spare_restart_file(path: str) -> Path:
-    """Return the path of a second copy, as a cleaner may empty the socket's folder."""
+    """Return the path of a second copy, because a cleaner may empty the socket's folder."""
     return state_folder(path) / "broker.json"
 
 
 def has_restart_file(path: str) -> bool:
-    """Return whether this socket's broker crashed, or ended while leases lived."""
+    """Return whether this socket's broker crashed, or ended while leases were live."""
     return restart_file(path).exists() or spare_restart_file(path).exists()
 
 
 def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
-    # `jupyter gpu broker --detach`, without importing the command line parser.
+    # `jupyter gpu broker --detach`, without the import of the command line parser.
     default = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", json.dumps({"socket": path})]
     return restart_command(path) or (default, {})
 
 
 def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
-    """Return the argv and environment that this socket's last broker left, or None. Raises BrokerUnavailableError."""
+    """Return the command and the environment that this socket's last broker recorded, or None.
+
+    Raises BrokerUnavailableError.
+    """
     return _read_restart_file(restart_file(path)) or _read_restart_file(spare_restart_file(path))
 
 
@@ -314,7 +335,7 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
     try:
         status = os.fstat(descriptor)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid in {os.geteuid(), 0}
-        # At most one link (0: it is being replaced): another could be in someone else's folder.
+        # At most one link, since a second name could be in someone else's folder. The count is 0 while the file is being replaced.
         if not ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_nlink > 1:
             raise BrokerUnavailableError(
                 f"{settings} has the command that starts the GPU broker, but another user could have written it. It must be a regular file "
@@ -339,7 +360,7 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
 
 
 def check_folder(path: str) -> None:
-    """Raise BrokerUnavailableError if another user could have created the socket. Only root writes to /run."""
+    """Raise BrokerUnavailableError if another user could have created the socket. Only root can write to /run."""
     folder = Path(path).absolute().parent
     if is_service_socket(path):
         return
@@ -365,7 +386,10 @@ def check_folder(path: str) -> None:
 
 
 def check_reachable(path: str) -> None:
-    """Raise BrokerUnavailableError if other users cannot enter the socket's folder. A missing folder passes: we create it open."""
+    """Raise BrokerUnavailableError if other users cannot enter the socket's folder.
+
+    A missing folder passes, because we create it with access for all.
+    """
     folder = Path(path).absolute().parent
     for one in (folder, *folder.parents):
         if one.exists() and not one.stat().st_mode & stat.S_IXOTH:
@@ -376,7 +400,7 @@ def check_reachable(path: str) -> None:
 
 
 def check_above(folder: Path) -> None:
-    """Raise BrokerUnavailableError for a folder, existing or not, that another user could replace."""
+    """Raise BrokerUnavailableError for a folder that another user could replace, whether it exists or not."""
     if (found := foreign_above(folder)) is not None:
         above, uid = found
         raise BrokerUnavailableError(
@@ -399,9 +423,9 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_path(path: str) -> str:
-    """Return a socket path in a short private folder named after `path`."""
+    """Return the path of a socket in a short private folder named after `path`."""
     name = f"jupyter-gpu-{os.geteuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
-    for parent in (temporary_folder(), Path("/tmp")):  # noqa: S108 - we check that it is ours and private
+    for parent in (temporary_folder(), Path("/tmp")):  # noqa: S108 - we check that it is this user's and private
         short = parent / name / "broker.sock"
         if len(os.fsencode(str(short))) <= _LONGEST_PATH:
             _make_private(short.parent)

@@ -1,6 +1,7 @@
-"""Calls the broker from an event loop, and follows its status, for Jupyter servers, hubs and their page.
+"""Calls the broker from an event loop, and follows its status. Jupyter servers, hubs and the hub's page use this module.
 
-A client blocks, so each call or stream has its own daemon thread and connection. Cancelling one hangs up, which the broker notices.
+A client blocks, so each call or stream has its own daemon thread and connection. Cancelling a call or stream hangs up, which the broker
+notices.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class AsyncClient(Generic[C]):
-    """Uses clients from `connect`, in threads. An unanswered call is retried for `patience_s` seconds."""
+    """Uses clients from `connect` in threads. A call without an answer is retried for `patience_s` seconds."""
 
     def __init__(self, connect: Callable[[], C], *, patience_s: float = 0.0) -> None:
         self._connect = connect
@@ -36,7 +37,7 @@ class AsyncClient(Generic[C]):
         raise AssertionError("there is one result")
 
     async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
-        """Yield the items of `lines`, and raise its errors. Closing or cancelling abandons the stream."""
+        """Yield the items of `lines`, and raise its errors. Closing or cancelling the generator abandons the stream."""
         end_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -86,7 +87,7 @@ class AsyncClient(Generic[C]):
             given_up = True
             taken.release()
             for client in clients:
-                client.close()  # wakes a thread that reads
+                client.close()  # wakes a thread that is reading
 
 
 async def follow(
@@ -96,7 +97,7 @@ async def follow(
 ) -> None:
     """Call `take` with the host's status now and after each change, or `lost` with the error. Runs until cancelled.
 
-    A busy loop gets fewer, newer statuses: the broker queues no lines.
+    A busy event loop gets fewer and newer statuses, because the broker queues no lines.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

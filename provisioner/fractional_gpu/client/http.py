@@ -1,9 +1,9 @@
-"""The part of HTTP/1.1 that the lease API needs, over a UNIX socket, and the process that listens there.
+"""The part of HTTP/1.1 that the lease API needs, over a UNIX socket, and functions that identify the process that listens there.
 
-Not `http.client`: every kernel imports this module, and `http.client` adds 1.7 ms to the client's 3.2 ms, doubles the time of each call,
-and does not limit a reply's size.
+This module does not use `http.client`. Every kernel imports it, and `http.client` would add 1.7 ms to the client's 3.2 ms, double the time
+of each call, and not limit the size of a reply.
 
-A connection carries one request. Its reply's body has a Content-Length or comes in chunks. All reads are limited.
+A connection carries one request. The body of its reply has a Content-Length or comes in chunks. All reads are limited.
 """
 
 import errno
@@ -25,23 +25,23 @@ from fractional_gpu.protocol.errors import (
 from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
 from fractional_gpu.protocol.names import VERSION
 
-ANSWER_S = 5.0  # after this, people learn that the broker does not answer
+ANSWER_S = 5.0  # after this time, users are told that the broker does not answer
 
 
 def is_service_socket(path: str) -> bool:
-    """Return whether the socket is a system service's: under /run, but not in a user's own part of it."""
+    """Return whether the socket belongs to a system service: it is under /run, but not in a user's own part of /run."""
     real = Path(os.path.realpath(path))
     return real.is_relative_to("/run") and not real.is_relative_to("/run/user")
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address of a socket's broker. Links are not followed, as one may replace a deleted folder."""
+    """Return the abstract address of a socket's broker. It does not follow links, since a link may replace a deleted folder."""
     digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
     return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 
 
 def claim_holder(path: str) -> int | None:
-    """Return the pid of this socket's broker if it is this user's or root's, even if its files were deleted."""
+    """Return the pid of this socket's broker if it belongs to this user or root, even if its files were deleted."""
     from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this and never look for brokers
 
     pid, uid = holder(claim_address(path))
@@ -49,17 +49,17 @@ def claim_holder(path: str) -> int | None:
 
 
 def listener_pid(sock: socket.socket) -> int | None:
-    """Return the pid that listens at the other end of the socket, or None if it cannot be identified."""
+    """Return the pid of the process that listens at the other end of the socket, or None if it cannot be identified."""
     from fractional_gpu.host.peers import peer_credentials  # noqa: PLC0415 - for errors only
 
     try:
-        return peer_credentials(sock).pid or None  # 0: it is in another pid namespace
+        return peer_credentials(sock).pid or None  # 0 if the process is in another pid namespace
     except (OSError, ValueError):
         return None  # this end was closed
 
 
 def not_answering(path: str, seconds: float, pid: int | None) -> str:
-    """Return a sentence about a broker that did not answer within `seconds`: its process, its state and what to do."""
+    """Return a sentence about a broker that did not answer within `seconds`. It names the process and its state and says what to do."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("ascii", errors="replace")
     except OSError:
@@ -79,10 +79,10 @@ def not_answering(path: str, seconds: float, pid: int | None) -> str:
     return f"{who} did not answer within {seconds:g} s: {remedy}"
 
 
-_open_socket = socket.socket  # cells may replace it in its module, but kernels must still reach the broker
+_open_socket = socket.socket  # cells may replace `socket.socket`, but kernels must still reach the broker
 
-MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
-MAX_LINE_BYTES = 8 * 1024 * 1024  # a stream's line: also a whole host's status
+MAX_REPLY_BYTES = 32 * 1024 * 1024  # enough for the status of a whole host
+MAX_LINE_BYTES = 8 * 1024 * 1024  # a line of a stream, which may also be the status of a whole host
 _BACKLOG_RETRY_S = 0.02
 _VERSION = f"{VERSION_HEADER}: {VERSION}"
 _LONGEST_RETRY_S = 30.0
@@ -91,8 +91,8 @@ _LONGEST_RETRY_S = 30.0
 class Connection:
     """One connection to the broker, for one thread at a time. Any thread may call `abort`.
 
-    `timeout_s` bounds each wait for the broker in seconds (None: no limit). Raises BrokerUnavailableError if no broker listens at `path`,
-    or no socket is available.
+    `timeout_s` limits each wait for the broker in seconds; None means no limit. Raises BrokerUnavailableError if no broker listens at
+    `path`, or if no socket is available.
     """
 
     def __init__(self, path: str, timeout_s: float | None) -> None:
@@ -103,12 +103,12 @@ class Connection:
         self._reader = self._socket.makefile("rb")
 
     def close(self) -> None:
-        """Close only our end: harmless in a forked child."""
+        """Close only our end. This does no harm in a forked child."""
         self._reader.close()
         self._socket.close()
 
     def abort(self) -> None:
-        """Wake a thread blocked in a read, which then sees the end of the stream. Thread-safe."""
+        """Wake a thread that is blocked in a read, which then sees the end of the stream. Thread-safe."""
         with suppress(OSError):  # already closed: no thread is blocked
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -120,9 +120,10 @@ class Connection:
         body: bytes | None,
         headers: Mapping[str, str],
     ) -> None:
-        """Send one request. `headers` are additional ones, each one line of printable ASCII.
+        """Send one request. `headers` are additional headers, each one line of printable ASCII.
 
-        Raises BrokerUnavailableError, or BadRequestError or RequestTooLargeError before sending what the broker could not read.
+        Raises BrokerUnavailableError. Raises BadRequestError or RequestTooLargeError, before anything is sent, if the broker could not read
+        the request.
         """
         if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
             raise BadRequestError(
@@ -148,12 +149,15 @@ class Connection:
         try:
             self._socket.sendall(head + (body or b""))
         except (BrokenPipeError, ConnectionResetError):
-            return  # the broker may have said why before it hung up: reading returns that or raises this
+            return  # reading returns the reason, if the broker sent it before it hung up, or raises this error
         except OSError as error:
             raise self._broken(error) from error
 
     def read_head(self, timeout_s: float) -> None:
-        """Read status line and headers. `timeout_s` bounds all later waits. Raises BrokerUnavailableError, InternalBrokerError."""
+        """Read the status line and the headers. `timeout_s` limits all later waits.
+
+        Raises BrokerUnavailableError or InternalBrokerError.
+        """
         self._socket.settimeout(timeout_s)
         version, status, *_ = [*self._line().split(None, 2), b"", b""]
         if version != b"HTTP/1.1" or len(status) != 3 or not status.isdigit():
@@ -176,7 +180,7 @@ class Connection:
         return min(float(text), _LONGEST_RETRY_S) if text.isascii() and text.isdigit() else 1.0
 
     def read_body(self) -> bytes:
-        """Return the whole body. Raises BrokerUnavailableError (cut short) and InternalBrokerError (too long)."""
+        """Return the whole body. Raises BrokerUnavailableError if it is cut short, and InternalBrokerError if it is too long."""
         body = bytearray()
         for part in self._parts():
             body += part
@@ -184,7 +188,7 @@ class Connection:
         return bytes(body)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield a streamed body's non-empty lines as they come, until the broker ends it cleanly."""
+        """Yield the non-empty lines of a streamed body as they arrive, until the broker ends it cleanly."""
         rest = b""
         for part in self._parts():
             *whole, rest = (rest + part).split(b"\n")
@@ -244,7 +248,7 @@ class Connection:
 
 
 class Call:
-    """One call, over successive connections. Any thread may call `give_up`."""
+    """One call, which may use several connections in turn. Any thread may call `give_up`."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()  # a fork may happen while the event's lock is held
@@ -264,7 +268,7 @@ class Call:
     def give_up(self) -> None:
         """Make the call raise BrokerUnavailableError, even while it waits, and send nothing more."""
         if self._pid == os.getpid():
-            # Set the flag first: `use` checks it for each new connection.
+            # Set the flag first, because `use` checks it for each new connection.
             self._given_up.set()
             if (connection := self._connection) is not None:
                 connection.abort()
@@ -280,7 +284,7 @@ def _check_size(size: int) -> None:
 
 
 def _connect(path: str, timeout_s: float | None) -> socket.socket:
-    """Return a connected socket, waiting for room in a full backlog. Raises BrokerUnavailableError."""
+    """Return a connected socket. Wait if the backlog is full. Raises BrokerUnavailableError."""
     try:
         sock = _open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -292,10 +296,10 @@ def _connect(path: str, timeout_s: float | None) -> socket.socket:
         while True:
             try:
                 sock.connect(path)
-            except BlockingIOError:  # a full backlog: TCP would wait, UNIX sockets fail with EAGAIN
+            except BlockingIOError:  # the backlog is full: TCP would wait, but UNIX sockets fail with EAGAIN
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise
-                time.sleep(_BACKLOG_RETRY_S)  # nothing signals that the backlog has room again
+                time.sleep(_BACKLOG_RETRY_S)  # no event signals that the backlog has room again
             else:
                 return sock
     except OSError as error:
@@ -321,7 +325,7 @@ def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
         reason = "no-access"
         why = f"this user is not permitted to open the GPU broker's socket, {path}; ask the administrator for access"
     elif error.errno == errno.EAGAIN:
-        # A full backlog means that a broker runs but accepts nothing: do not start a second one.
+        # A full backlog means that a broker runs but accepts no connections. Do not start a second broker.
         reason = "timeout"
         why = (
             f"the GPU broker at {path} does not accept connections: it is overloaded or stopped. If this lasts, `jupyter gpu broker "

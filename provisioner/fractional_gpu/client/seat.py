@@ -1,6 +1,7 @@
-"""The seat that the hub gave this server, in the file that `JUPYTER_GPU_SEAT_FILE` names, and the client for hubs.
+"""The seat that the hub gave this server, and the client for hubs.
 
-The file's pool, fraction and memory are for display. The broker keeps the values that count.
+The variable `JUPYTER_GPU_SEAT_FILE` names the file with the seat. The pool, fraction and memory in this file are only for display, since
+the broker keeps the values that count.
 """
 
 import os
@@ -31,12 +32,12 @@ from fractional_gpu.protocol.status import SeatStatus
 
 SEAT_FILE_VARIABLE = "JUPYTER_GPU_SEAT_FILE"
 POD_SHARE_VARIABLE = "JUPYTER_GPU_POD_SHARE"
-"""POOL/THOUSANDTHS of a pod's seat, for display: no file can be put into a pod."""
+"""Holds POOL/THOUSANDTHS of a pod's seat for display, since no file can be put into a pod."""
 _LONGEST = 16 * 1024  # bytes
 
 
 class Seat(HidesSecrets, frozen=True, kw_only=True):
-    """The seat of this server, whose kernels share it. Fraction in milli-GPU, memory in MiB."""
+    """The seat that all kernels of this server share. The fraction is in milli-GPU, and the memory in MiB."""
 
     seat_id: str
     token: str
@@ -46,13 +47,13 @@ class Seat(HidesSecrets, frozen=True, kw_only=True):
 
 
 def own_seat() -> Seat | None:
-    """Return this process's seat, or None. Raises FractionalGPUError for an unreadable file."""
+    """Return this process's seat, or None. Raises FractionalGPUError if the file is unreadable."""
     path = os.environ.get(SEAT_FILE_VARIABLE)
     return read_seat(path) if path else None
 
 
 def own_share() -> tuple[str, int] | None:
-    """Return the pool and thousandths of this process's seat, for display, or None. Raises FractionalGPUError."""
+    """Return the pool and the thousandths of this process's seat for display, or None. Raises FractionalGPUError."""
     seat = own_seat()
     if seat is not None:
         return seat.pool, seat.fraction_milli
@@ -81,7 +82,7 @@ def read_seat(path: str) -> Seat:
 
 
 def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | None = None) -> None:
-    """Write the seat to a new private file owned by `uid` (None: by this process's user). Raises OSError."""
+    """Write the seat to a new private file owned by `uid`, or by this process's user if None. Raises OSError."""
 
     def give(descriptor: int) -> None:
         if uid is not None:
@@ -91,25 +92,25 @@ def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | Non
 
 
 class SeatClient(BrokerClient):
-    """A client that also has a hub's routes, which raise ForbiddenError for non-administrators."""
+    """A client that also has the routes for hubs. They raise ForbiddenError for users who are not administrators."""
 
     def offers(self, request: OfferRequest) -> Offers:
-        """Return what each pool offers one user now."""
+        """Return what each pool now offers to one user."""
         return self.call(routes.OFFERS, request)
 
     def seats(self) -> SeatList:
-        """Return all seats, and how many requests wait for one."""
+        """Return all seats, and how many requests wait for a seat."""
         return self.call(routes.SEATS)
 
     def take_seat(self, request: SeatRequest) -> Iterator[SeatProgress]:
-        """Yield the request's progress while it waits for a seat; the last line is `granted` or `refused`.
+        """Yield the request's progress while it waits for a seat. The last line is `granted` or `refused`.
 
-        Hanging up, even by `close` in another thread, withdraws it. Raises BadRequestError and BrokerUnavailableError.
+        Hanging up withdraws the request, even by `close` in another thread. Raises BadRequestError and BrokerUnavailableError.
         """
         return self.wait(routes.TAKE_SEAT, request)
 
     def confirm_seat(self, seat_id: str) -> SeatStatus:
-        """Report that the hub saved the seat, so that it never expires. Raises NotFoundError."""
+        """Report that the hub has saved the seat, so that it does not expire. Raises NotFoundError."""
         return self.call(routes.CONFIRM_SEAT, about=seat_id)
 
     def pools(self) -> PoolList:
@@ -117,9 +118,12 @@ class SeatClient(BrokerClient):
         return self.call(routes.POOLS)
 
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
-        """Change keys of a pool until the broker restarts. Raises NotFoundError, or BadRequestError with the allowed form."""
+        """Change keys of a pool until the broker restarts.
+
+        Raises NotFoundError, or BadRequestError with a sentence that says what is allowed.
+        """
         return self.call(routes.CHANGE_POOL, PoolChange(keys=dict(keys)), pool)
 
     def release_seat(self, seat_id: str) -> None:
-        """End a seat; does nothing if it has ended."""
+        """End a seat. Do nothing if it has ended."""
         self.call(routes.RELEASE_SEAT, about=seat_id)

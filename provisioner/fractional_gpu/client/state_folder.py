@@ -3,10 +3,12 @@
 Cleaners empty runtime folders, and SQLite's write-ahead log does not work on a network filesystem. So each host and each broker's socket
 has a state folder on a local disk:
 
-- for a system service `/var/lib/jupyter-gpu`;
-- for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if that is
-  on a network filesystem, not writable or below another user's folder; if one of them exists, it is used;
-- the folder in the setting `state_dir`; on a network filesystem, a subfolder for each node (`node_name`), unless the folder has a ledger.
+- A system service uses `/var/lib/jupyter-gpu`.
+- A user's broker uses `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default). It uses
+  `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if the first folder is on a network filesystem, not writable, or below another user's folder.
+  If one of the two exists already, the broker uses that one.
+- The setting `state_dir` names another folder. If it is on a network filesystem and has no ledger, each node uses a subfolder
+  (`node_name`).
 """
 
 import hashlib
@@ -41,13 +43,13 @@ def ledger_name(*, simulated: bool) -> str:
 
 
 def state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return this socket's broker's folder, which may not exist. `configured`: the setting `state_dir`."""
+    """Return the folder of this socket's broker, which may not exist. `configured` is the setting `state_dir`."""
     if configured is not None:
         has_ledger = any(os.path.lexists(configured / name) for name in LEDGER_NAMES)
         return configured / node_name() if is_network(configured) and not has_ledger else configured
     if os.geteuid() == 0 and Path(socket).parent == _SERVICE_FOLDER:
         return SERVICE_STATE
-    # Links are not followed: one that replaces a deleted folder must not lead a broker away from its ledger.
+    # Links are not followed. If a link replaced a deleted folder, it could lead a broker away from its ledger.
     tail = Path(_host(), hashlib.sha256(os.fsencode(Path(socket).absolute())).hexdigest()[:12])
     bases = [base for base in (_state_home(), _spare_base()) if base is not None]
     for base in bases:
@@ -59,7 +61,10 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def make_state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the broker's folder, created as private if missing. Raises BrokerUnavailableError if it is not the user's."""
+    """Return the broker's folder, and create it as a private folder if it is missing.
+
+    Raises BrokerUnavailableError if another user owns the folder.
+    """
     folder = state_folder(socket, configured)
     base = own_base(folder)
     try:
@@ -76,38 +81,41 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def own_base(folder: Path) -> Path | None:
-    """Return the folder for all of this user's state that contains `folder`, or None if `folder` was configured."""
+    """Return the folder with all of this user's state that contains `folder`, or None if `folder` was configured."""
     base = folder.parent.parent
     return base if base in (_state_home(), _spare_base()) else None
 
 
 def own_host_folders() -> list[Path]:
-    """Return this user's existing state folders for this host. Each has a subfolder per broker."""
+    """Return this user's existing state folders for this host. Each has one subfolder per broker."""
     bases = [base for base in (_state_home(), _spare_base()) if base is not None]
     return [base / _host() for base in bases if _is_ours(base) and (base / _host()).is_dir()]
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the type of the path's filesystem, or "" if /proc does not list it. The path need not exist."""
+    """Return the type of the filesystem that contains the path, or "" if /proc does not list it. The path need not exist."""
     try:
         table = mount_table(_MOUNTS)
     except OSError:
         return ""
     real = Path(os.path.realpath(path))
     above = [mount for mount in table if real.is_relative_to(mount.point)]
-    # Of two mounts at the same point, the later hides the earlier.
+    # If two filesystems are mounted at the same point, the later one hides the earlier one.
     nearest = max(reversed(above), key=lambda mount: len(mount.point.parts), default=None)
     return "" if nearest is None else nearest.kind
 
 
 def is_network(path: Path) -> bool:
-    """Return whether hosts may share the path's filesystem, as unknown FUSE ones might. The path need not exist."""
+    """Return whether hosts may share the filesystem that contains the path. The path need not exist.
+
+    An unknown FUSE filesystem counts as shared.
+    """
     kind = filesystem_type(path)
     return kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)
 
 
 def _state_home() -> Path | None:
-    """Return our folder in the user's state folder, or None without a home."""
+    """Return our folder in the user's state folder, or None if the user has no home."""
     named = os.environ.get("XDG_STATE_HOME", "")
     if Path(named).is_absolute():  # the specification says to ignore a relative path
         return Path(named) / "jupyter-gpu"
@@ -122,17 +130,20 @@ def _spare_base() -> Path:
 
 
 def node_name() -> str:
-    """Return a constant name for this host, from machine id and host name: nodes that boot one image may share the id."""
+    """Return a constant name for this host, made from the machine id and the host name.
+
+    Nodes that boot one image may have the same machine id.
+    """
     return _hashed(f"jupyter-gpu {_machine_id()} {socket_module.gethostname()}")
 
 
 def _host() -> str:
-    """Return a name for this host that survives reboots and differs between hosts that share the home."""
+    """Return a name for this host that survives reboots and differs between hosts that share a home folder."""
     return _hashed(f"jupyter-gpu {_machine_id() or socket_module.gethostname()}")
 
 
 def _machine_id() -> str:
-    """Return the machine's id, or "" if it has none yet (machine-id(5): `uninitialized` in images)."""
+    """Return the machine's id, or "" if it has none yet, as in images (`uninitialized`, see machine-id(5))."""
     try:
         identity = _MACHINE_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -141,7 +152,7 @@ def _machine_id() -> str:
 
 
 def _hashed(text: str) -> str:
-    """Return a folder name. machine-id(5): do not expose the machine's id unhashed."""
+    """Return a folder name made from a hash, since machine-id(5) says not to expose the machine's id unhashed."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -161,7 +172,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
-    """Create the folder with mode 0700. Return the problem with an existing folder, or "". Raises OSError."""
+    """Create the folder with mode 0700. Return what is wrong with an existing folder, or "". Raises OSError."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     link, status = folder.lstat(), folder.stat()

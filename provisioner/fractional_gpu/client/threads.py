@@ -1,7 +1,8 @@
-"""Runs blocking calls for an event loop, even a forked or an exiting one: one thread per call.
+"""Runs blocking calls for an event loop in one thread per call, even in a forked process or while the interpreter exits.
 
-`asyncio.to_thread` uses the loop's default executor. After a fork, the child has the executor without its threads, so its work
-never runs. Once the interpreter begins to exit (`atexit`), executors refuse work. And calls that wait for the GPU would fill it.
+`asyncio.to_thread` is not used, because it runs work in the loop's default executor. After a fork, the child has the executor without its
+threads, so its work never runs. Once the interpreter begins to exit (`atexit`), executors refuse work. Calls that wait for the GPU would
+also occupy all threads of the executor.
 """
 
 import asyncio
@@ -16,14 +17,14 @@ from fractional_gpu.host.threads import start
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# A forked loop shares its wake-up pipe with its parent, which may read its bytes: so it also wakes by time.
+# A forked loop shares its wake-up pipe with its parent, which may read the bytes meant for the child. So the loop also wakes up by time.
 _LOST_WAKEUP_S = 0.05
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a daemon thread, or in this thread if none can be started, and return its result.
+    """Run `work` in a daemon thread and return its result. If no thread can be started, run it in this thread.
 
-    Cancellation takes effect at once: `work` continues in its thread, and its result is discarded.
+    Cancellation takes effect at once. `work` continues in its thread, and its result is discarded.
     """
     done = Future[T]()
     context = contextvars.copy_context()
@@ -36,10 +37,10 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         else:
             done.set_result(result)
 
-    done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
+    done.set_running_or_notify_cancel()  # prevents a cancelled wait from cancelling the work's future
     try:
         start(threading.Thread(target=run, name=f"gpu-{getattr(work, '__name__', 'work')}", daemon=True))
-    except OSError:  # the system has no thread left, or Python 3.12 starts none while it exits
+    except OSError:  # the system has no thread left, or Python 3.12 starts no more while it exits
         run()
     outcome = asyncio.wrap_future(done)
     try:

@@ -1,4 +1,4 @@
-"""Budgets as configured: `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and their amounts as text."""
+"""The configured budgets, such as `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and the text of their amounts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ _EXAMPLE = "{'user': '*', 'limit': '40 GPU hours', 'per': 'month'}"
 
 
 def parse_budgets(value: object) -> tuple[Budget, ...]:
-    """Return the checked budgets. Raises ValueError."""
+    """Check the budgets and return them. Raises ValueError."""
     if not isinstance(value, list | tuple) or len(value) > _MOST:
         raise ValueError(f"expected a list of at most {_MOST} budgets, such as [{_EXAMPLE}]")
     budgets: list[Budget] = []
@@ -86,7 +86,10 @@ def _pools(value: object) -> tuple[str, ...]:
 
 
 def parse_amount(value: object) -> tuple[Unit, int, str]:
-    """Return the unit, the amount in its measure and the currency (empty: none). Raises ValueError with what is allowed."""
+    """Return the unit, the amount in this unit's measure, and the currency, which is empty if there is none.
+
+    Raises ValueError with a message that says what is allowed.
+    """
     match = _LIMIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"expected {_ALLOWED_LIMIT}")
@@ -99,7 +102,7 @@ def parse_amount(value: object) -> tuple[Unit, int, str]:
 
 
 def format_amount(unit: Unit, amount: int, currency: str = "") -> str:
-    """Format an amount for people: `12.5 GPU hours`, `3.20 kWh`, `7.25 EUR`."""
+    """Format an amount for people, such as `12.5 GPU hours`, `3.20 kWh` or `7.25 EUR`."""
     match unit:
         case Unit.SHARE:
             hours = amount / SHARE_HOUR
@@ -127,7 +130,7 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 
 
 def over_budget(value: object) -> tuple[Consequence, ...]:
-    """Return the consequences of a used-up budget. Raises ValueError with what is allowed."""
+    """Return what happens when a budget is used up. Raises ValueError with a message that says what is allowed."""
     allowed = (
         "expected 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
         "'when-free, no-new-seats'"

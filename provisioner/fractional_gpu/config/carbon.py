@@ -1,8 +1,9 @@
-"""Carbon dioxide per kilowatt-hour, as set by the administrator: one number, or a CSV file with hourly figures.
+"""The carbon dioxide per kilowatt-hour, which the administrator sets as one number or as a CSV file with hourly figures.
 
-The file has a header. Two columns are read: the first whose name contains `time`, in ISO 8601 (without a zone: UTC), and the first whose
-name contains `g` and `kwh` (such as `g_per_kwh` or `Carbon intensity gCO2eq/kWh`). Exports of electricity data have this form. A missing
-hour takes the figure of the last hour before it; hours before the first take the first figure.
+The file has a header, and two of its columns are read. The first is the first column whose name contains `time`; it has times in ISO 8601,
+and times without a zone are in UTC. The second is the first column whose name contains both `g` and `kwh`, such as `g_per_kwh` or `Carbon
+intensity gCO2eq/kWh`. Exports of electricity data have this form. A missing hour takes the figure of the last hour before it. Hours before
+the first figure take the first figure.
 """
 
 import csv
@@ -21,9 +22,12 @@ ALLOWED = "grams per kWh as a number from 0 to 100000, or the path of a CSV file
 
 @dataclass(frozen=True, slots=True)
 class Carbon:
-    """Milligrams of CO2 per kWh. Each figure holds from its `from_s` on (seconds since 1970), or always if there is only one."""
+    """Milligrams of CO2 per kWh.
 
-    text: str  # its source, for people
+    Each figure is valid from its `from_s` on, in seconds since 1970. A single figure is always valid.
+    """
+
+    text: str  # the source of the figures, for people
     mg_per_kwh: tuple[int, ...]
     from_s: tuple[int, ...] = ()
 
@@ -33,13 +37,16 @@ class Carbon:
         return bool(self.from_s)
 
     def mg(self, energy_mj: int, hour_s: int) -> int:
-        """Return the milligrams of CO2 for energy drawn in the hour."""
+        """Return the milligrams of CO2 for energy drawn in this hour."""
         index = max(0, bisect_right(self.from_s, hour_s + 3599) - 1) if self.from_s else 0
         return energy_mj * self.mg_per_kwh[index] // MJ_PER_KWH
 
 
 def parse_setting(value: object) -> float | Path | None:
-    """Return grams per kWh or an absolute path; None: no carbon. Raises ValueError with what is allowed."""
+    """Return the grams per kWh, an absolute path, or None if no figures are configured.
+
+    Raises ValueError with a message that says what is allowed.
+    """
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -54,7 +61,10 @@ def parse_setting(value: object) -> float | Path | None:
 
 
 def read(setting: float | Path) -> Carbon:
-    """Return the figures. Raises ValueError with the file, the line, its text and what is allowed."""
+    """Return the figures.
+
+    Raises ValueError with a message that names the file and the line, quotes the line, and says what is allowed.
+    """
     if not isinstance(setting, Path):
         return Carbon(f"{setting:g} g CO2 per kWh, as configured", (round(setting * 1000),))
     try:

@@ -1,7 +1,7 @@
-"""A pool's terms: which of a hub's groups may use it and when, how full it may get, and what its users are charged.
+"""A pool's terms: which of a hub's groups may use the pool and when, how full it may get, and what its users are charged.
 
-The broker's seats and meter apply these; the arbiter does not know them. Terms of use are checked only when a seat is taken: closing time
-and group changes do not end a seat.
+The broker's seats and meter apply these terms, which the arbiter does not know. The terms of use are checked only when a user takes a seat,
+so neither closing time nor a change of groups ends a seat.
 """
 
 import re
@@ -27,7 +27,7 @@ _SPAN = re.compile(rf"{_DAY}(?:-{_DAY})?\s+{_TIME}-{_TIME}", re.ASCII | re.IGNOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """A group's terms in a pool: its members' weight when users compete, and their priority."""
+    """A group's terms in a pool: the weight of its members when users compete, and their priority."""
 
     weight: int = 100
     priority: int = 0
@@ -35,7 +35,7 @@ class GroupTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """The hourly price of a whole device, in thousandths of the unit."""
+    """The hourly price of a whole device, in thousandths of the currency unit."""
 
     milli: int
     unit: str
@@ -43,16 +43,17 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class OpeningHours:
-    """When a pool takes new seats, in the machine's local time. `text` is as configured, such as `Mon-Fri 08:00-18:00`.
+    """When a pool takes new seats, in the machine's local time. `text` is the configured text, such as `Mon-Fri 08:00-18:00`.
 
-    `spans`: first and exclusive last minute of the week, from Monday; a span may end in the next week.
+    `spans` has the first and the last minute of each span, the last one exclusive. Minutes count from the beginning of the week on Monday,
+    and a span may end in the next week.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
     def is_open(self, minute: int) -> bool:
-        """Return whether the pool is open in that minute of the week."""
+        """Return whether the pool is open in this minute of the week."""
         return any(start <= minute < end or start <= minute + _WEEK_MINUTES < end for start, end in self.spans)
 
     def next_opening(self, minute: int) -> str:
@@ -62,7 +63,7 @@ class OpeningHours:
 
 
 def groups(value: object) -> Mapping[str, GroupTerms] | None:
-    """Return the terms of groups; None for 'everybody'."""
+    """Return the terms of the groups, or None for 'everybody'."""
     if value == "everybody":
         return None
     allowed = "expected 'everybody', or groups such as {'students': {}, 'staff': {'weight': 200, 'priority': 10}}"
@@ -85,7 +86,7 @@ def groups(value: object) -> Mapping[str, GroupTerms] | None:
 
 
 def hours(value: object) -> OpeningHours | None:
-    """Return the hours, None for 'always'. Raises ValueError with what is allowed."""
+    """Return the opening hours, or None for 'always'. Raises ValueError with a message that says what is allowed."""
     if value == "always":
         return None
     if not isinstance(value, str) or len(value) > _LONGEST_HOURS or not value.strip():
@@ -105,13 +106,13 @@ def _spans(part: str) -> list[tuple[int, int]]:
     if start in {end, _DAY_MINUTES}:
         raise ValueError(f"{part!r} opens and closes at the same time; {_ALLOWED_HOURS}")
     if end < start:
-        end += _DAY_MINUTES  # over midnight
+        end += _DAY_MINUTES  # the span goes past midnight
     days = [(first + number) % 7 for number in range((last - first) % 7 + 1)]
     return [(day * _DAY_MINUTES + start, day * _DAY_MINUTES + end) for day in days]
 
 
 def price(value: object) -> Price | None:
-    """Return the hourly price of a whole device, or None."""
+    """Return the hourly price of a whole device, or None if there is no price."""
     if value is None:
         return None
     match = _PRICE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -121,7 +122,7 @@ def price(value: object) -> Price | None:
 
 
 def price_bands(value: object) -> tuple[PriceBand, ...]:
-    """Return the prices by time of the week."""
+    """Return the prices for times of the week."""
     allowed = "expected prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, starting and ending on a quarter of an hour"
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)

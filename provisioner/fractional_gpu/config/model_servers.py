@@ -1,4 +1,4 @@
-"""The model servers that can be asked to release GPU memory, how each is asked, and the parser of `c.GPUBroker.yielders`."""
+"""The model servers that the broker can ask to release GPU memory, how to ask each, and the parser of `c.GPUBroker.yielders`."""
 
 import re
 from collections.abc import Mapping
@@ -10,21 +10,24 @@ _ENTRY = re.compile(r"([a-z-]+)(?:=http://(?:127\.0\.0\.1|localhost)(?::([1-9]\d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelServer:
-    """POST `body` to `path`, once for each loaded model if the body has MODEL. GET `loaded` says first what is loaded."""
+    """How to ask a server to release memory.
+
+    POST `body` to `path`, once for each loaded model if the body contains MODEL. A GET of `loaded` lists the loaded models first.
+    """
 
     title: str
     port: int
     loaded: str = ""
     path: str
     body: str = ""
-    wake: str = ""  # it only sleeps, until this is POSTed
+    wake: str = ""  # if the server only sleeps, the path whose POST wakes it
     loses: str
-    commands: tuple[str, ...] = ()  # names of its processes, if the broker cannot see who listens
+    commands: tuple[str, ...] = ()  # names of its processes, for when the broker cannot see which process listens
 
 
 # fmt: off
 SERVERS: Final[Mapping[str, ModelServer]] = {
-    # https://docs.ollama.com/api/ps; docs/api.md, "Unload a model". A running request ends first.
+    # https://docs.ollama.com/api/ps and docs/api.md, "Unload a model". A running request ends first.
     "ollama": ModelServer(
         title="Ollama", port=11434, loaded="/api/ps", path="/api/generate", body='{"model": MODEL, "keep_alive": 0}',
         loses="the loaded model: the next request loads it again", commands=("ollama",)),
@@ -32,7 +35,7 @@ SERVERS: Final[Mapping[str, ModelServer]] = {
     "comfyui": ModelServer(
         title="ComfyUI", port=8188, path="/free", body='{"unload_models": true, "free_memory": true}',
         loses="its models and cached results: the next workflow loads and computes them again"),
-    # internal/server/server.go; `GET /unload` is the older form. Models stop at once.
+    # internal/server/server.go. `GET /unload` is the older form. Models stop at once.
     "llama-swap": ModelServer(
         title="llama-swap", port=8080, path="/api/models/unload",
         loses="running requests, and the loaded models: the next request loads them again", commands=("llama-server",)),
@@ -45,7 +48,7 @@ SERVERS: Final[Mapping[str, ModelServer]] = {
 
 
 def parse_yielders(value: object) -> tuple[ModelServer, ...]:
-    """Return the servers. Raises ValueError with what is allowed."""
+    """Return the servers. Raises ValueError with a message that says what is allowed."""
     servers = [_parse(str(one)) for one in value] if isinstance(value, (list, tuple)) else [None]
     if None in servers:
         raise ValueError(

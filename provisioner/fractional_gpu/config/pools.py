@@ -1,9 +1,9 @@
-"""A pool: its settings, which are the keys of its configuration, and the devices that it gets.
+"""A pool, with the settings that are the keys of its configuration, and the devices assigned to it.
 
-- A device is in one pool. At most one pool says 'all' and gets the devices that the others leave. A pool without devices is an error,
-  except on a host without devices.
-- A device is named by number (as the broker lists it), UUID, or a unique prefix of its UUID. `model:A100` names all devices with that text
-  in their name.
+- A device is in one pool. At most one pool has the devices 'all' and gets the devices that the other pools leave. A pool without devices
+  is an error, except on a host without devices.
+- A device is named by its number in the broker's list, its UUID, or a unique prefix of its UUID. `model:A100` stands for all devices with
+  that text in their name.
 """
 
 import re
@@ -30,9 +30,9 @@ from fractional_gpu.core.model import (
 
 _MODEL = "model:"
 _WHOLE = 1000  # milli-GPU
-# Part of a kernelspec's name, which Jupyter reads in lower case.
+# A pool's name is part of a kernelspec's name, which Jupyter reads in lower case.
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
-# What administrators change most, in a form's order.
+# The keys that administrators change most, in the order of a form.
 COMMON_KEYS = (
     "idle_after", "fractions", "oversubscription", "preempt", "max_pin", "user_limits", "kernels_per_seat", "wait_target",
     "wait_bound", "when_full", "hours", "price",
@@ -40,7 +40,10 @@ COMMON_KEYS = (
 
 
 class Pool(HasTraits):
-    """A pool as configured. Durations in ms, memory in MiB, fractions, prices and shares in thousandths. `to`: the arbiter's fields."""
+    """A configured pool. Durations are in ms, memory in MiB, and fractions, prices and shares in thousandths.
+
+    `to` names the fields of the arbiter's `PoolSpec` that a setting fills.
+    """
 
     # fmt: off
     devices = Setting(
@@ -308,7 +311,7 @@ class Pool(HasTraits):
     # fmt: on
 
     def __init__(self, name: str = "", raw: Mapping[str, object] | None = None) -> None:
-        """Parse the keys as written. Raises ValueError naming the key."""
+        """Parse the keys of the configuration. Raises ValueError with the name of the wrong key."""
         super().__init__()
         self.name, self.raw = name, dict(raw or {})
         for key, value in self.raw.items():
@@ -328,7 +331,7 @@ class Pool(HasTraits):
             self.fractions = [1]
 
     def spec(self, devices: tuple[str, ...]) -> PoolSpec:
-        """Return the pool as the arbiter knows it, with its devices."""
+        """Return the arbiter's description of the pool with these devices."""
         fields: dict[str, Any] = {}
         for key, setting in POOL_KEYS.items():
             value = getattr(self, key)
@@ -337,7 +340,7 @@ class Pool(HasTraits):
 
     @property
     def tariff(self) -> Tariff:
-        """The pool's tariff. Without a price, device time is only counted."""
+        """The pool's tariff. Without a price, it only counts device time."""
         return Tariff(
             currency=self.price.unit if self.price is not None else "",
             price_milli=self.price.milli if self.price is not None else 0,
@@ -347,7 +350,7 @@ class Pool(HasTraits):
         )
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
-        """Return the best terms of these groups, with the group's name, or None if none of them may use the pool."""
+        """Return the name and terms of the group with the best terms, or None if none of these groups may use the pool."""
         if self.groups is None:
             return "", GroupTerms()
         mine = [(name, self.groups[name]) for name in groups if name in self.groups]
@@ -358,7 +361,7 @@ POOL_KEYS = settings_of(Pool)
 
 
 def parse_pools(value: object) -> tuple[Pool, ...]:
-    """Return the checked pools. Raises ValueError."""
+    """Check the pools and return them. Raises ValueError."""
     if not isinstance(value, Mapping) or not value:
         raise ValueError("expected at least one pool, such as {'default': {}}")
     found = []
@@ -382,7 +385,10 @@ def parse_pools(value: object) -> tuple[Pool, ...]:
 
 
 def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
-    """Return the devices that the reference names: one, or all of a model. Raises ConfigError if no device or several UUIDs match."""
+    """Return the devices that the reference names: one device, or all devices of a model.
+
+    Raises ConfigError if no device matches or if several UUIDs match.
+    """
     if reference.startswith(_MODEL):
         model = reference.removeprefix(_MODEL).strip().lower()
         if fitting := [device for device in devices if model and model in device.name.lower()]:
@@ -404,7 +410,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
 def assign(
     pools: Sequence[Pool], where: str, devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
-    """Assign devices to pools, in order; `managed` are the usable ones of `devices`. Raises ConfigError."""
+    """Assign devices to pools, in order. `managed` are the usable devices among `devices`. Raises ConfigError."""
     usable = {device.device_id for device in managed}
     owner: dict[str, str] = {}
     for pool in pools:

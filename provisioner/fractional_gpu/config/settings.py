@@ -1,10 +1,10 @@
-"""The settings of a broker: each is declared once, with its parser, default, example and help.
+"""The settings of a broker. Each is declared once, with its parser, default, example and help.
 
-- Without an explicit file, every `jupyter_gpu_config.py` along Jupyter's configuration path is read, the system's first and the user's
-  last, so that the user's wins; the command line wins over the files.
-- An unknown class or setting is an error with a suggestion; traitlets would only warn.
-- A configuration is a program: a file that any user may write to is not run.
-- Loading checks everything that does not depend on the machine's devices; `managed` and `pool_specs` check the rest.
+- Without an explicit file, every `jupyter_gpu_config.py` along Jupyter's configuration path is read. The system's file comes first and the
+  user's last, so that the user's values win. The command line wins over all files.
+- An unknown class or setting is an error with a suggestion, although traitlets would only warn.
+- A configuration is a program, so a file that any user may write to is not run.
+- Loading checks everything that does not depend on the machine's devices. `managed` and `pool_specs` check the rest.
 """
 
 import grp
@@ -30,13 +30,17 @@ from fractional_gpu.config.values import ConfigError, Setting, config_error, did
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import format_fraction, restore_margin_mib
 
-DRIVER_MIB = 300  # on each real device
+DRIVER_MIB = 300  # for each real device
 _USUAL_FRACTION_MILLI = 250
 SECTION = "GPUBroker"
 
 
 class Settings(HasTraits):
-    """A broker's settings. Memory in MiB, durations in ms, fractions in milli-GPU; None: see the help. `files`: the files read."""
+    """The settings of a broker.
+
+    Memory is in MiB, durations are in ms, and fractions in milli-GPU. The help of each setting explains what None means. `files` lists the
+    files that were read.
+    """
 
     # fmt: off
     state_dir = Setting(
@@ -227,7 +231,7 @@ class Settings(HasTraits):
     # fmt: on
 
     def __init__(self, written: Mapping[str, tuple[object, str]], files: tuple[Path, ...] = ()) -> None:
-        """Parse the values as written, each with its origin. Raises ConfigError."""
+        """Parse the configured values, each of which comes with its origin. Raises ConfigError."""
         super().__init__()
         self.files = files
         self._origins = {name: origin for name, (_, origin) in written.items()}
@@ -258,7 +262,7 @@ class Settings(HasTraits):
                 )
 
     def where(self, name: str) -> str:
-        """Return the setting's name and what set it, for errors."""
+        """Return the setting's name and where its value comes from, for errors."""
         origin = self._origins.get(name)
         return f"{origin}: c.{SECTION}.{name}" if origin else f"c.{SECTION}.{name}"
 
@@ -281,7 +285,7 @@ class Settings(HasTraits):
         return self.cull_idle_after is not None or self.cull_above < 100
 
     def admin_gid(self) -> int | None:
-        """Return the id of the administrators' group; None if none is set. Raises ConfigError if the host has no such group."""
+        """Return the id of the administrators' group, or None if no group is set. Raises ConfigError if the host has no such group."""
         if not self.admin_group:
             return None
         try:
@@ -291,18 +295,21 @@ class Settings(HasTraits):
             raise config_error(self.where("admin_group"), self.admin_group, problem) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
-        """Return the host memory for suspended state on a machine with `total_mib`, at most all of it."""
+        """Return how much host memory suspended state may use on a machine with `total_mib`. It is at most `total_mib`."""
         amount, is_share = self.host_memory
         return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
     def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
-        """Return the device memory that no lease may have: the driver's, and the margin that the largest restore leaves free."""
+        """Return the device memory in MiB that no lease may have.
+
+        It covers the driver's own memory and the margin that the largest restore leaves free.
+        """
         if self.device_overhead is not None:
             return self.device_overhead
         return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
-        """Return the host's `devices` that this broker manages, in the order of their numbers. Raises ConfigError."""
+        """Return those of the host's `devices` that this broker manages, in the order of their numbers. Raises ConfigError."""
         if self.devices is None:
             return tuple(devices)
         found = [pools.find_devices(self.where("devices"), one, devices) for one in self.devices]
@@ -310,7 +317,10 @@ class Settings(HasTraits):
         return tuple(device for device in devices if device.device_id in chosen)
 
     def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:
-        """Return the pools with their devices; `devices` are all of the host's, in the order of their numbers. Raises ConfigError."""
+        """Return the pools with their devices. `devices` are all devices of the host, in the order of their numbers.
+
+        Raises ConfigError.
+        """
         return pools.assign(self.pools, self.where("pools"), devices, self.managed(devices))
 
 
@@ -324,7 +334,10 @@ def load(
     *,
     origin: str = "the command line",
 ) -> Settings:
-    """Load the settings of the files and `overrides` (None: not given), which come from `origin`. Raises ConfigError."""
+    """Load the settings from the files and from `overrides`, whose values come from `origin`.
+
+    An override of None means that the setting is not given. Raises ConfigError.
+    """
     files = _search() if config_file is None else (Path(config_file).absolute(),)
     written: dict[str, tuple[object, str]] = {}
     for file in files:
@@ -335,13 +348,13 @@ def load(
 
 
 def _search() -> tuple[Path, ...]:
-    """Return the files along Jupyter's path, least important first."""
+    """Return the files along Jupyter's path, the least important first."""
     try:
         folders = jupyter_config_path()
     except RuntimeError as error:  # this user has no home folder
         raise ConfigError(f"cannot search for {CONFIG_NAME}: {error} Set HOME to a folder of yours") from error
     candidates = dict.fromkeys(Path(folder) / CONFIG_NAME for folder in reversed(folders))
-    # Like Jupyter, treat a folder without permission as empty; `Path.exists` would raise.
+    # Like Jupyter, treat a folder without permission as empty. `Path.exists` would raise an error.
     return tuple(file for file in candidates if os.path.exists(file))  # noqa: PTH110
 
 
@@ -361,7 +374,7 @@ def _read(file: Path) -> Mapping[str, Any]:
         config: Config = PyFileConfigLoader(file.name, path=str(file.absolute().parent)).load_config()
     except SyntaxError as error:
         raise ConfigError(f"{error.filename or file}, line {error.lineno}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # the file is a program: it may raise anything, or call exit()
+    except (Exception, SystemExit) as error:  # the file is a program, so it may raise anything or call exit()
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
@@ -377,18 +390,17 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _collect(written: dict[str, tuple[object, str]], given: Mapping[str, Any], origin: str) -> None:
-    """Add the given values and their origin. Raises ConfigError for an unknown name."""
+    """Add the given values and their origin. Raises ConfigError if a name is unknown."""
     for name, raw in given.items():
         if name not in SETTINGS:
             raise ConfigError(f"{origin}: c.{SECTION}.{name} is unknown; {did_you_mean(name, SETTINGS)}")
         before = written[name][0] if name in written else SETTINGS[name].default_value
-        # A file may also have changed an earlier value: `c.GPUBroker.pools.update(...)`.
+        # A file may also change an earlier value, as in `c.GPUBroker.pools.update(...)`.
         written[name] = (raw.get_value(before) if isinstance(raw, LazyConfigValue) else raw, origin)
 
 
-# Generates an example configuration file from the help of the settings, so that it always matches them.
-#
-# As in other files that Jupyter generates, `## ` begins help and `# ` begins a disabled setting.
+# The example configuration file is generated from the help of the settings, so that it always matches them. As in other files that Jupyter
+# generates, `## ` begins help and `# ` begins a disabled setting.
 
 
 _WIDTH = 100
@@ -402,7 +414,7 @@ c = get_config()  # noqa
 
 
 def example_config() -> str:
-    """Return a configuration file with every setting explained and commented out."""
+    """Return a configuration file that explains every setting and comments it out."""
     parts = [_HEAD]
     for name, setting in sorted(SETTINGS.items()):
         if name == "pools":
@@ -426,5 +438,5 @@ def _comment(text: str) -> str:
 
 
 def _literal(value: object) -> str:
-    """Return Python source with double quotes, like the rest of the file."""
+    """Return Python source with double quotes, as in the rest of the file."""
     return repr(value) if value is None or isinstance(value, bool) else json.dumps(value)

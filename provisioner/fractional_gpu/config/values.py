@@ -1,7 +1,7 @@
-"""Settings, their parsers, and how a wrong value is reported.
+"""Settings, their parsers, and the errors for wrong values.
 
-A parser takes a value as written and returns a plain one: sizes in MiB, durations in milliseconds, fractions and shares in thousandths. For
-a wrong value it raises ValueError (never TypeError) with what is allowed.
+A parser takes a configured value and returns a plain value: sizes in MiB, durations in milliseconds, and fractions and shares in
+thousandths. For a wrong value it raises ValueError (never TypeError) with a message that says what is allowed.
 """
 
 import pwd
@@ -37,7 +37,11 @@ _MOST_DEVICES = 1024
 _MOST_GROUPS = 1000
 _MOST_LEASES = 1_000_000
 _LONGEST_GROUP = 200
-_LIMITS = {"leases": "leases", "fraction": "milli", "resident": "resident_milli"}  # as written, and in core
+_LIMITS = {
+    "leases": "leases",
+    "fraction": "milli",
+    "resident": "resident_milli",
+}  # names in the configuration and in core
 
 
 G = TypeVar("G")
@@ -45,11 +49,11 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. The message names the file, the key, the value and what is allowed."""
+    """The configuration cannot be used. The message names the file, the key and the value, and says what is allowed."""
 
 
 class PartError(ValueError):
-    """A part of a value is wrong; `inside` says which, such as `['limit']`."""
+    """A part of a value is wrong. `inside` says which part, such as `['limit']`."""
 
     def __init__(self, inside: str, value: object, problem: object) -> None:
         super().__init__(str(problem))
@@ -59,7 +63,7 @@ class PartError(ValueError):
 
 
 def config_error(where: str, value: object, problem: str | ValueError) -> ConfigError:
-    """Return the error for a setting or a part of it; `where` names it and the file."""
+    """Return the error for a setting or a part of it. `where` names the setting and the file."""
     if isinstance(problem, PartError):
         where, value = where + problem.inside, problem.value
     shown = repr(value)
@@ -69,7 +73,7 @@ def config_error(where: str, value: object, problem: str | ValueError) -> Config
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the sentence that lists the allowed names, with the most similar one first."""
+    """Return a sentence that lists the allowed names, with the most similar name first."""
     names = sorted(known)
     similar = get_close_matches(given, names, n=1)
     hint = f"did you mean {similar[0]!r}? " if similar else ""
@@ -77,7 +81,10 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 class Setting(TraitType[G, Any]):
-    """A setting: its parser, its default and an example as written, its help, and the `PoolSpec` fields that it sets (`to`)."""
+    """A setting with its parser, its default and an example as an administrator would write them, and its help.
+
+    `to` names the fields of `PoolSpec` that the setting fills.
+    """
 
     def __init__(
         self,
@@ -116,7 +123,7 @@ def duration(*, least_ms: int = 0) -> Callable[[object], int]:
 
 
 def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | None]:
-    """Return a parser that also takes the word, meaning None."""
+    """Return a parser that also accepts the given word and returns None for it."""
 
     def parse_or_word(value: object) -> G | None:
         if isinstance(value, str) and value == word:
@@ -130,13 +137,13 @@ def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | N
 
 
 def idle_after(value: object) -> tuple[int | None, bool]:
-    """Return the delay in ms (None: only when room is needed), and whether the arbiter decides."""
+    """Return the delay in ms, and whether the arbiter chooses the delay. A delay of None means only when room is needed."""
     found = or_word("auto", or_word("on-demand", duration()))(value)
     return found, value == "auto"
 
 
 def memory(value: object) -> int:
-    """Return MiB; zero is allowed."""
+    """Return MiB. Zero is allowed."""
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise ValueError("expected a size such as '300MiB', '20GiB' or 0")
     if _ZERO.fullmatch(str(value)[:_LONGEST_TEXT]):
@@ -166,7 +173,7 @@ def fraction(value: object) -> int:
 
 
 def fractions(value: object) -> tuple[int, ...]:
-    """Return the fractions on offer, smallest first; empty for 'any'."""
+    """Return the fractions on offer, smallest first, or an empty tuple for 'any'."""
     if value == "any":
         return ()
     if not isinstance(value, (list, tuple)) or not value:
@@ -184,7 +191,7 @@ def share(value: object) -> int:
 
 
 def number(least: int, most: int) -> Callable[[object], int]:
-    """Return a parser of numbers in that range, in thousandths."""
+    """Return a parser of numbers in this range that returns thousandths."""
 
     def parse(value: object) -> int:
         milli = _thousandths(value)
@@ -206,7 +213,7 @@ def _thousandths(value: object) -> int | None:
 
 
 def limits(value: object) -> Limits:
-    """Return a user's or a group's limits."""
+    """Return the limits of a user or a group."""
     allowed = "expected a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with any of these keys"
     if not isinstance(value, Mapping):
         raise ValueError(allowed)
@@ -248,17 +255,17 @@ def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
 
 
 def one_of(*words: str) -> Callable[[object], str]:
-    """Return a parser of these words."""
+    """Return a parser that accepts only these words."""
     return choice({word: word for word in words})
 
 
 def optional(parse: Callable[[object], G]) -> Callable[[object], G | None]:
-    """Return a parser that also takes None."""
+    """Return a parser that also accepts None."""
     return lambda value: None if value is None else parse(value)
 
 
 def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
-    """Return a parser that maps words to values or to an enumeration's members."""
+    """Return a parser that maps words to values or to the members of an enumeration."""
     known: Mapping[str, Any] = words if isinstance(words, Mapping) else {one.value: one for one in words}
     *others, last = (repr(word) for word in known)
     allowed = f"expected {', '.join(others)} or {last}"
@@ -272,14 +279,14 @@ def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
 
 
 def boolean(value: object) -> bool:
-    """Return a bool; 0, 1 and strings are refused."""
+    """Return a bool. 0, 1 and strings are refused."""
     if not isinstance(value, bool):
         raise ValueError("expected True or False")
     return value
 
 
 def whole_number(least: int, most: int) -> Callable[[object], int]:
-    """Return a parser of whole numbers in that range."""
+    """Return a parser of whole numbers in this range."""
 
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -290,7 +297,10 @@ def whole_number(least: int, most: int) -> Callable[[object], int]:
 
 
 def device_references(value: object) -> tuple[str, ...] | None:
-    """Return references to devices (numbers as text, UUIDs, beginnings of UUIDs, or models); None for 'all'."""
+    """Return references to devices, or None for 'all'.
+
+    A reference is a number as text, a UUID, the beginning of a UUID, or a model.
+    """
     if value == "all":
         return None
     allowed = "expected 'all', or a list of device numbers and UUIDs such as [0, 'GPU-8f6a1c55']"
@@ -303,19 +313,19 @@ def device_references(value: object) -> tuple[str, ...] | None:
 
 
 def log_level(value: object) -> str:
-    """Return the level in capitals."""
+    """Return the log level in capital letters."""
     return one_of(*_LOG_LEVELS)(value.upper() if isinstance(value, str) else value)
 
 
 def text(value: object) -> str:
-    """Return a text."""
+    """Return the value, which must be a string. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError("expected a string")
     return value
 
 
 def path(*examples: str) -> Callable[[object], Path | None]:
-    """Return a parser of absolute paths, `~` expanded; empty: None."""
+    """Return a parser of absolute paths that expands `~` and returns None for an empty value."""
     allowed = f"expected an absolute path such as {' or '.join(repr(one) for one in examples)}"
 
     def parse(value: object) -> Path | None:
@@ -335,7 +345,7 @@ def path(*examples: str) -> Callable[[object], Path | None]:
 
 
 def library(value: object) -> str:
-    """Return the path of a library to preload; the broker checks at startup that the file exists."""
+    """Return the path of a library to preload. The broker checks at startup that the file exists."""
     if value is None or value == "":
         return ""
     if not isinstance(value, str) or not Path(value).is_absolute() or set(value) & set(" :\n\0"):
@@ -354,7 +364,10 @@ def account(value: object) -> int | None:
 
 
 def notice_source(value: object) -> Path | str | None:
-    """Return a file's path, or a URL on the loopback or the clouds' link-local metadata address, or None if the value is empty."""
+    """Return the path of a file, a URL, or None if the value is empty.
+
+    The host of a URL must be the loopback address or the clouds' link-local metadata address.
+    """
     if not isinstance(value, str) or "://" not in value:
         return path("/run/revoked")(value)
     allowed = (
@@ -374,7 +387,7 @@ def notice_source(value: object) -> Path | str | None:
 
 
 def file_size(value: object) -> int:
-    """Return MiB, at least one."""
+    """Return the size in MiB, at least 1."""
     mib = memory(value)
     if not 1 <= mib <= _MOST_FILE_MIB:
         raise ValueError("expected a size from 1MiB to 1TiB")
@@ -382,7 +395,7 @@ def file_size(value: object) -> int:
 
 
 def metrics_address(value: object) -> tuple[str, int] | None:
-    """Return an IP address and a port, or None if the value is empty. A host name is refused, because its address may change."""
+    """Return an IP address and a port, or None if the value is empty. Host names are refused, because their address may change."""
     if value == "":
         return None
     allowed = "expected an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"

@@ -280,7 +280,7 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     seats: list[SeatStatus] = []  # not in `/v1/events`
     seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
     goes_away_in_ms: int | None = None  # when the cloud takes away the host with its memory; 0 if it is overdue
-    culls_idle: bool = False  # whether the broker ends kernels that hold GPU state and have long been idle, so that other idle cullers should spare them
+    culls_idle: bool = False  # whether the broker culls idle kernels that hold GPU state, so that others should not
     forecasts: list[ForecastError] = []  # not in `/v1/events`
 
 

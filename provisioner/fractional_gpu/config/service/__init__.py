@@ -1,4 +1,4 @@
-"""The broker as a service of a machine: its files as they are installed, and how to install the package again."""
+"""The installed files of a broker that is a service of the machine, and how to install the package again."""
 
 import json
 from importlib.metadata import distribution
@@ -16,7 +16,7 @@ PROFILE: Final = Path("/etc/profile.d/jupyter-gpu.sh")
 KERNELS: Final = Path("/usr/local/share/jupyter/kernels")
 PARTS: Final = (UNIT, CONFIG, PROGRAM, PROFILE, KERNELS)
 STATE: Final = Path("/var/lib/jupyter-gpu")
-RECORD: Final = Path("/etc/jupyter-gpu-setup.json")  # of `jupyter gpu setup-machine`
+RECORD: Final = Path("/etc/jupyter-gpu-setup.json")  # written by `jupyter gpu setup-machine`
 
 
 def service_file(path: Path, environment: str) -> str:
@@ -25,7 +25,7 @@ def service_file(path: Path, environment: str) -> str:
 
 
 def requirement(extras: str) -> str:
-    """Return pip's requirement for this package from its origin: a file, a repository, or an index."""
+    """Return pip's requirement for this package from where it was installed: a file, a repository, or an index."""
     origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
     url, vcs = origin.get("url"), origin.get("vcs_info")
     if vcs:
