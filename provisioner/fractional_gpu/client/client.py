@@ -381,9 +381,7 @@ def _error(connection: Connection) -> FractionalGPUError:
 
 
 _PAUSE_S = 1.5  # between two pings
-PATIENCE_S = (
-    ANSWER_S - _PAUSE_S - 0.5
-)  # wait for an answer; 5 s with the pause and 0.5 s for a busy machine
+PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # wait for an answer; 5 s with the pause and 0.5 s for a busy machine
 
 
 class SilenceWatch:
