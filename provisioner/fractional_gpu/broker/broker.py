@@ -237,7 +237,7 @@ class Broker:
             if change.new is LeaseState.RESIDENT:
                 kernel.checkpoint.homes = view.device_ids
                 if kernel.launch.command:
-                    # No message tells that the command continues, so it counts as busy until the device's counters show that it is quiet.
+                    # No message shows that the command continues, so it counts as busy until the device's counters show that it is quiet.
                     kernel.gpu_work.clear()
                     asyncio.get_running_loop().call_soon(self.sync_busy_state, kernel)
             self.history.note(view)

@@ -28,7 +28,7 @@ _PRIVATE: Final = frozenset({"notebook", "lease"})
 class Reader:
     """The caller: an administrator or a user.
 
-    `seated` tells whether the user belongs to a hub. `group` is the group that grants the user GPUs, or empty.
+    `seated` is true for a hub's user. `group` is the group that grants the user GPUs, or "".
     """
 
     administrator: bool = False

@@ -50,7 +50,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
 async def wait_for_end(
     processes: Sequence[ProcessIdentity], patience_s: float, number: signal.Signals | None = None
 ) -> None:
-    """Wait for these processes to end. If `number` is given, send them this signal first.
+    """Wait up to `patience_s` seconds for these processes to end. If `number` is given, send them this signal first.
 
     Raises ConflictError if the broker is not permitted to signal a process.
     """

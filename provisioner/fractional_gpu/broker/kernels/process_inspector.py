@@ -27,7 +27,7 @@ FRESH_S = 0.25  # processes read longer ago are read again, even for a first loo
 NOMINAL_MIB = 64
 """The least memory in MiB that is assumed for a CUDA process that no device counts."""
 
-# A worker that fails tells nothing about the process in question.
+# A failed worker says nothing about the process in question.
 _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
 _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
@@ -228,8 +228,7 @@ class ProcessInspector:
             for one in (*doubtful, *failed)
             if one not in kernel.checkpoint.sizes and await self._is_heir(host, one, cuda, answered=one not in failed)
         ]
-        # If the driver fails on a process with an inherited context, this tells nothing about the kernel. A failure on any other process
-        # counts.
+        # If the driver fails on a process with an inherited context, this says nothing about the kernel. Any other failure counts.
         for identity, failure in failed.items():
             if identity not in heirs:
                 raise failure

@@ -1,11 +1,12 @@
-"""The audit log of administrators' actions: who requested what, and the outcome.
+"""The audit log of administrators' actions, which records who requested what, and the outcome.
 
-- One JSON line when an action is requested, and one with its outcome before the reply; each is on the disk (fsync) first. If the first
-  line fails, the action is refused (reason `audit-log`), unless `audit_required` is off. If the second fails, the reply is an error.
-- Refused attempts of other users are in the broker's log, so they cannot fill this one.
-- Each line is ASCII and bounded, and JSON escapes control characters. A token is never a parameter.
-- The file is private (0600) and opened for each line, so that external rotation works. Full or old files are renamed and later removed. A
-  line cut short by a full disk is removed.
+- The log gets a JSON line when an action is requested, and another with its outcome before the reply. Each line is on the disk (fsync)
+  before the broker continues. If the first line cannot be written, the action is refused (reason `audit-log`), unless `audit_required` is
+  off. If the second cannot be written, the reply is an error.
+- Attempts of other users that are refused go to the broker's log, so that they cannot fill this one.
+- Each line is ASCII and of limited length, and JSON escapes control characters. A token is never a parameter.
+- The file is private (0600). It is opened for each line, so that external rotation works. Files that are full or old are renamed and later
+  removed. A line cut short by a full disk is removed.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError, InternalBrokerErr
 log = logging.getLogger(__name__)
 
 FILE_NAME = "audit.jsonl"
-_FINISHED = re.compile(r"\.\d{8}T\d{6}\.\d{6}Z")  # after the name of the log
+_FINISHED = re.compile(r"\.\d{8}T\d{6}\.\d{6}Z")  # follows the name of the log
 _LONGEST_LINE = 16 * 1024
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
@@ -81,7 +82,10 @@ class AuditedAction:
 
 
 def is_of_another_user(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
-    """Return whether an administrator acts on another user's lease. A seat's lease counts as one unless the peer has its token."""
+    """Return whether an administrator acts on another user's lease.
+
+    A seat's lease counts as another user's unless the peer has its token.
+    """
     if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
         return peer.admin
     return peer.admin and peer.token is None and bool(view.spec.seat)
@@ -101,9 +105,9 @@ class AuditLog:
     async def act(
         self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]
     ) -> AsyncIterator[AuditedAction]:
-        """Log an action before the block, and its outcome after it; if cancelled or disconnected, `withdrawn`.
+        """Log an action before the block and its outcome after the block. The outcome is `withdrawn` if it is cancelled or disconnected.
 
-        Raises InternalBrokerError if the log cannot be written: before the block, which then does not run, or after it.
+        Raises InternalBrokerError if the log cannot be written. If this happens before the block, the block does not run.
         """
         act = AuditedAction(what=what, target=target, peer=peer, parameters=parameters)
         try:
@@ -142,12 +146,12 @@ class AuditLog:
             log.warning("cannot remove old files of the audit log %s: %s", self.path, error)
 
     def close(self) -> None:
-        """Wait for the lines being written. Later outcomes are still written, but on the loop."""
+        """Wait for the lines that are being written. Later outcomes are still written, but on the loop."""
         self._closed = True
         self._thread.shutdown()
 
     async def _write_failed(self, act: AuditedAction, outcome: str) -> None:
-        """Write the outcome of an action that failed; only log a failure to write it, since the first error matters."""
+        """Write the outcome of a failed action. If that fails, only log it, since the first error matters."""
         try:
             await self._write_outcome(act, outcome, f"{act.what} ended ({outcome})")
         except InternalBrokerError as error:
@@ -155,7 +159,7 @@ class AuditLog:
 
     async def _write_outcome(self, act: AuditedAction, outcome: str, what_is: str) -> None:
         try:
-            if self._closed:  # the broker is ending: its thread has ended
+            if self._closed:  # the broker is ending, and its thread has ended
                 self._write(act.line(outcome))
             else:
                 loop = asyncio.get_running_loop()
@@ -175,7 +179,7 @@ class AuditLog:
     # In the thread
 
     def _write(self, line: bytes) -> None:
-        """Append a line and sync it to disk; an empty line only tests whether that is possible. Raises OSError."""
+        """Append a line and sync it to disk. An empty line only tests whether this is possible. Raises OSError."""
         self._rotate(len(line))
         new = not self.path.exists()
         descriptor = open_own(self.path, _FLAGS)
@@ -212,7 +216,7 @@ class AuditLog:
     def _prune(self) -> None:
         finished = finished_files(self.path)
         now_s = time.time()
-        for number, file in enumerate(reversed(finished)):  # the newest first
+        for number, file in enumerate(reversed(finished)):  # newest first
             if number >= self._files or (self._keep_s is not None and now_s - file.stat().st_mtime > self._keep_s):
                 file.unlink()
 
@@ -227,7 +231,7 @@ def finished_files(path: Path) -> list[Path]:
 
 
 def _begun_s(path: Path) -> float:
-    """Return the time of the file's first line, or its modification time if that cannot be read; seconds since 1970."""
+    """Return the time of the file's first line, or the modification time if the line is unreadable, in seconds since 1970."""
     with path.open("rb") as file:
         first = file.readline(_LONGEST_LINE)
     try:

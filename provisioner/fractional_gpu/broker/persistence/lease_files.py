@@ -1,11 +1,13 @@
-"""Files about leases outside the ledger: second records of leases and seats, and the removal of clients' token files.
+"""Files about leases outside the ledger: second records of leases and seats. Also removes clients' token files.
 
-A broker that lost its ledger restores living kernels' leases from small files next to its socket. Kernels cannot supply pool, size,
-priority and seat: they write their environment themselves. A file counts only if it belongs to this user and no other user may write to
-it, and only for the process that it names (`lost_leases` checks that). It is not synchronised: no process survives a reboot.
+A broker that lost its ledger restores the leases of living kernels from small files next to its socket. Kernels cannot supply the pool,
+size, priority and seat, because they write their environment themselves. A file counts only if it belongs to this user, no other user may
+write to it, and it names the process in question (`lost_leases` checks that). The files are not synced to disk, because no process survives
+a reboot.
 
-`remove_token_file` does not trust the path, which the kernel's environment names: it removes only `LEASE*.token` in a folder of the
-lease's user (or root) to which no other user may write. A separate thread removes it, because the client's filesystem may hang.
+`remove_token_file` does not trust the path, which comes from the kernel's environment. It removes only `LEASE*.token` in a folder that
+belongs to the lease's user or root, and to which no other user may write. It runs in a separate thread, because the client's filesystem may
+hang.
 """
 
 import asyncio
@@ -35,7 +37,7 @@ _SEAT: Final = ".seat"
 _SUFFIX: Final = ".token"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"([0-9a-zA-Z_-]{1,64})(\.json|\.seat)", re.ASCII)
-# O_NONBLOCK: opening a pipe of this name would wait for a writer forever.
+# With O_NONBLOCK, opening a pipe with this name does not wait for a writer forever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -45,14 +47,17 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 
 
 class LeaseFiles:
-    """Writes one broker's second records, on its loop. `check_above` raises if another user could replace a folder above."""
+    """Writes one broker's second records, on its loop.
+
+    `check_above` raises an error if another user could replace a folder above `folder`.
+    """
 
     def __init__(self, folder: Path, check_above: Callable[[], object] = lambda: None) -> None:
         self.folder = folder
         self._check_above = check_above
-        self._wanted: dict[str, bytes] = {}  # contents by name
-        self._failed: set[str] = set()  # names of files that could not be written; for the thread
-        self._logged = ""  # the last failure; for the thread
+        self._wanted: dict[str, bytes] = {}  # by name: the contents
+        self._failed: set[str] = set()  # names of files that could not be written; used in the thread
+        self._logged = ""  # the last failure; used in the thread
         self._thread = StartedThreads(1, "lease-files")
 
     def put(self, record: LeaseRecord | SeatRecord) -> None:
@@ -110,7 +115,7 @@ class LeaseFiles:
             self._check_above()
             there = set(os.listdir(self.folder))  # noqa: PTH208 - names are enough
         except (OSError, BrokerUnavailableError):
-            there = set()  # another user may have replaced them
+            there = set()  # the folder may have been replaced by another user
         self._write({name: wanted.get(name) for name in (wanted.keys() - there) | self._failed})
 
 
@@ -125,7 +130,7 @@ def _replace(folder: Path, name: str, text: bytes) -> None:
         folder.mkdir(mode=0o700)
     fresh = folder / f".{name}"
     with suppress(FileNotFoundError):
-        fresh.unlink()  # of a broker that was killed
+        fresh.unlink()  # left by a broker that was killed
     descriptor = os.open(fresh, _WRITE, 0o600)
     try:
         write_all(descriptor, text)
@@ -135,7 +140,10 @@ def _replace(folder: Path, name: str, text: bytes) -> None:
 
 
 def read_lease_files(folder: Path) -> list[LeaseRecord]:
-    """Return the records that a broker of this user left, oldest first. Skips, with a warning, unreadable and foreign-writable files."""
+    """Return the records that a broker of this user left, oldest first.
+
+    Skips files that are unreadable or that other users may write to, and logs a warning.
+    """
     records = [record for name, record in _read_all(folder, _LEASE, LeaseRecord) if record.spec.lease_id == name]
     return sorted(records, key=lambda record: (record.created_ms, record.spec.lease_id))
 
@@ -173,7 +181,7 @@ def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
-    """Remove an ended lease's record. If that fails, the next start finds it again."""
+    """Remove an ended lease's record. If that fails, the next start will find the record again."""
     with suppress(OSError):
         (folder / f"{lease_id}{_LEASE}").unlink()
 
@@ -200,7 +208,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def remove_token_file(lease_id: str, path: str, uid: int) -> None:
-    """Remove the token file of this user's ended lease; ignore other names. Blocks while its filesystem does."""
+    """Remove the token file of a lease of this user that has ended. Ignore files with other names. Blocks while the filesystem hangs."""
     file = PurePath(path)
     if not (file.name.startswith(lease_id) and file.name.endswith(_SUFFIX)):
         return
@@ -208,7 +216,7 @@ def remove_token_file(lease_id: str, path: str, uid: int) -> None:
         folder = os.open(file.parent, _FOLDER)
         try:
             status = os.fstat(folder)
-            # Only if the user (or root) alone could have put it into its folder.
+            # Remove it only if no one but the user or root can have put it into its folder.
             if status.st_uid in {uid, 0} and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 os.unlink(file.name, dir_fd=folder)
         finally:

@@ -1,6 +1,7 @@
-"""Writes the ledger (leases, stories, forecasts) in a thread, in order. Writes submitted during one transaction form the next.
+"""Writes the ledger (leases, stories, forecasts) in a thread and in order.
 
-A commit waits for the disk, so grouping keeps a burst of events from waiting once for each.
+A commit waits for the disk. Writes that are submitted during a transaction are therefore grouped into the next one, so that a burst of
+events does not wait for each commit.
 """
 
 import asyncio
@@ -44,11 +45,11 @@ _LEAST_KEPT_MS = 3_600_000
 class _Write:
     act: Callable[[], None]
     done: asyncio.Future[None]
-    again: bool  # repeat it until it succeeds
+    again: bool  # whether to repeat it until it succeeds
 
 
 class _ActError(Exception):
-    """One act of a transaction failed; rolls the transaction back."""
+    """One write of a transaction failed. The transaction is rolled back."""
 
     def __init__(self, number: int, error: LedgerError) -> None:
         super().__init__(str(error))
@@ -56,19 +57,19 @@ class _ActError(Exception):
 
 
 class LedgerWriter:
-    """The only user of an open ledger: one thread, one writer. Long reads have a separate thread: no write waits for them."""
+    """The only user of an open ledger. One thread does all writes, and another does long reads, so that no write waits for them."""
 
     def __init__(self, ledger: Ledger, *, limit_bytes: int = 2**32) -> None:
         self.ledger = ledger
         self.limit_bytes = limit_bytes
         self.size_bytes = ledger.size_bytes()  # after the last transaction
-        self.over_limit = ""  # like `trouble`, but everything can be written: why history is deleted early
+        self.over_limit = ""  # why history is deleted early; a sentence like `trouble`, but everything can be written
         self._thread = StartedThreads(1, "ledger")
         self._aside = StartedThreads(1, "ledger-reports")
         self._pending: list[_Write] = []
-        self._failed: list[_Write] = []  # to be repeated before all others
+        self._failed: list[_Write] = []  # writes to repeat before all others
         self._flushing: asyncio.Task[None] | None = None
-        self.trouble = ""  # why nothing can be written now, and what to do: a sentence without its full stop
+        self.trouble = ""  # why nothing can be written now, and what to do, as a sentence without its full stop
         self._wrote: Callable[[float], None] = lambda _took_s: None
         self._trouble_changed: Callable[[], None] = _nothing
         self._again: asyncio.TimerHandle | None = None
@@ -79,15 +80,15 @@ class LedgerWriter:
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
         """Write soon, after all earlier writes. The future is done when the write is on disk. Failures are logged.
 
-        With `again`, a failed write (the disk is full) is repeated before all later writes, until it succeeds or fails while others
-        succeed. Its future fails the first time.
+        With `again`, a failed write (for example on a full disk) is repeated before all later writes. This ends when it succeeds, or when
+        it fails although other writes succeed. The future fails at the first failure.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
-        """Write and return when it is on the disk. Raises LedgerError. Cancellation does not undo the write."""
+        """Write, and return when the write is on disk. Raises LedgerError. Cancellation does not undo the write."""
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:
@@ -100,12 +101,12 @@ class LedgerWriter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def read_aside(self, act: Callable[[], T]) -> T:
-        """Like `read`, but in parallel to the writes; `act` uses `Ledger.metered`. One such read at a time."""
+        """Read like `read`, but in parallel to the writes. `act` uses `Ledger.metered`. Only one such read runs at a time."""
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._aside, act)
 
     async def prune(self, now_ms: int) -> None:
-        """Delete old rows, and more history above `limit_bytes`, in small transactions so that no write waits long."""
+        """Delete old rows, and more history if the ledger exceeds `limit_bytes`. Uses small transactions, so that no write waits long."""
         more = True
 
         def prune(history_ms: int, accounts_ms: int) -> None:
@@ -121,7 +122,7 @@ class LedgerWriter:
                 await self.run(partial(prune, *kept_ms))
 
     def _note_size(self) -> None:
-        """Update `over_limit`, and log it once: it stays until the ledger is well below its limit."""
+        """Update `over_limit`, and log it once. It stays until the ledger is well below its limit."""
         if self.size_bytes > self.limit_bytes and not self.over_limit:
             self.over_limit = (
                 f"the ledger {self.ledger.path} has reached its limit of {format_memory(self.limit_bytes // 2**20)}, so its oldest history "
@@ -147,7 +148,7 @@ class LedgerWriter:
             with suppress(LedgerError):
                 await self.flushed()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._aside, _nothing)  # what is being read
+        await loop.run_in_executor(self._aside, _nothing)  # wait for the reads under way
         await loop.run_in_executor(self._thread, self.ledger.close)
         self._aside.shutdown()
         self._thread.shutdown()
@@ -161,7 +162,7 @@ class LedgerWriter:
 
     async def _flush(self) -> None:
         loop = asyncio.get_running_loop()
-        # Let the caller submit the rest of the same decision, such as an operation's intent, for the same transaction.
+        # Let the caller submit the other writes of the same decision, such as an operation's intent, for the same transaction.
         await asyncio.sleep(0)
         while self._pending:
             group, self._pending, self._failed = [*self._failed, *self._pending], [], []
@@ -170,8 +171,8 @@ class LedgerWriter:
                 failures = await loop.run_in_executor(self._thread, self._write, [write.act for write in group])
             except LedgerError as error:
                 failures = [error] * len(group)
-            except Exception as error:  # the waiting callers need the error, and the next group must be written
-                repeat = False  # one of them is the cause, and would make each later group fail
+            except Exception as error:  # the callers need the error, and the next group must be written
+                repeat = False  # one of these writes is the cause, and would make each later group fail
                 log.critical("the broker failed while it wrote the ledger", exc_info=error)
                 failures = [LedgerError(f"the broker failed while it wrote the ledger: {error!r}")] * len(group)
             self._wrote(time.monotonic() - begun_s)
@@ -179,7 +180,7 @@ class LedgerWriter:
             for write, failure in zip(group, failures, strict=True):
                 if write.again and repeat and failure is not None and not isinstance(failure, RecordError):
                     self._failed.append(write)
-                if write.done.done():  # cancelled, or a repeated one
+                if write.done.done():  # it was cancelled, or is a repeated write
                     continue
                 if failure is None:
                     write.done.set_result(None)
@@ -208,9 +209,10 @@ class LedgerWriter:
             self._enqueue(partial(self.ledger.keep, "last-look", "")).add_done_callback(_seen)
 
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
-        """Write all in one transaction; return their errors. Raises LedgerError if nothing can be written.
+        """Do all writes in one transaction, and return their errors. Raises LedgerError if nothing can be written.
 
-        The next attempt leaves out a failed write: repeated before all others, it would make them fail forever.
+        If a write fails, the transaction is tried again without it. Otherwise a failed write that is repeated before all others would make
+        them fail forever.
         """
         failures: list[LedgerError | None] = [None] * len(acts)
         first: LedgerError | None = None
@@ -230,7 +232,7 @@ class LedgerWriter:
         if first is not None and not any(
             failure is None and act is not _nothing for act, failure in zip(acts, failures, strict=True)
         ):
-            raise first  # the cause may be the disk
+            raise first  # the disk may be the cause
         self.size_bytes = self.ledger.size_bytes()
         _reach(points, "after")
         return failures
@@ -242,14 +244,17 @@ def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> 
             continue
         try:
             act()
-        except RecordError as error:  # this record was invalid and changed nothing; the others stand
+        except RecordError as error:  # this record was invalid and changed nothing; the other writes are kept
             failures[number] = error
         except LedgerError as error:
             raise _ActError(number, error) from error
 
 
 def _retentions() -> Iterator[tuple[int, int]]:
-    """Yield retention times in ms for history and for what leases used: first history shrinks to an hour, then the other."""
+    """Yield ever shorter retention times in ms, for the history and for what leases used.
+
+    The history shrinks to an hour first, and then the use of leases.
+    """
     history_ms, accounts_ms = HISTORY_MS, ACCOUNTS_MS
     while history_ms > _LEAST_KEPT_MS:
         history_ms = history_ms * 3 // 4
@@ -270,7 +275,7 @@ def _reach(points: list[str], moment: str) -> None:
 
 
 def _is_full(error: LedgerError) -> bool:
-    return "disk is full" in str(error)  # SQLite's words; the path, which is named too, may contain "full"
+    return "disk is full" in str(error)  # SQLite's wording; the error also contains the path, in which "full" may occur
 
 
 def _explained(folder: Path, error: LedgerError) -> str:
@@ -283,13 +288,13 @@ def _explained(folder: Path, error: LedgerError) -> str:
 
 
 def _seen(done: asyncio.Future[None]) -> None:
-    """Retrieve the result of the probe, so that asyncio does not log it; `trouble` has it."""
+    """Retrieve the result of the test write, so that asyncio does not log it. `trouble` already reports it."""
     if not done.cancelled():
         done.exception()
 
 
 def _nothing() -> None:
-    """Do nothing, in order with the writes."""
+    """Do nothing, in order with the other writes."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:
@@ -298,18 +303,18 @@ def _log_failure(done: asyncio.Future[None]) -> None:
         log.error("cannot write the ledger: %s", error)
 
 
-# Writes each lease, as it is, into the ledger and into its second record.
+# Writes the current state of each lease into the ledger and into its second record.
 #
-# A kernel may use a device only once the ledger has its reservation there: the next broker would give away a reservation that only the
-# kernel knew of. So the gate opens when the write is done, not when the arbiter decides.
+# A kernel may use a device only once the ledger contains its reservation there. If only the kernel knew of a reservation, the next broker
+# would give it away. So the gate opens when the write is done, not when the arbiter decides.
 
 
 _MAY_BE_SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.QUARANTINED})
-_MOST_MEMBERS: Final = 256  # of a kernel's processes that the ledger remembers
+_MOST_MEMBERS: Final = 256  # processes of a kernel that the ledger remembers
 
 
 class LeaseRecords:
-    """The records of one broker's leases. `files` holds the second records, if there are any. Everything runs on the broker's loop."""
+    """The records of one broker's leases. `files` holds the second records, if there are any. All methods run on the broker's loop."""
 
     def __init__(self, broker: "Broker", files: LeaseFiles | None = None) -> None:
         self.files = files
@@ -317,7 +322,10 @@ class LeaseRecords:
         self._writer = broker.writer
 
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
-        """Write the lease as it stands; with `limit`, send the kernel its memory limit once that is on the disk. Returns at once."""
+        """Write the current state of the lease. Returns at once.
+
+        With `limit`, send the kernel its memory limit once the write is on disk.
+        """
         record = self.save_second_record(kernel)
         if record is None:
             return
@@ -329,7 +337,7 @@ class LeaseRecords:
         done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.on_disk.unreserved_saves, limit))
 
     async def write(self, kernel: Kernel) -> None:
-        """Write the lease as it stands; return when it is on the disk. Raises LedgerError."""
+        """Write the current state of the lease, and return when it is on disk. Raises LedgerError."""
         if (record := self.save_second_record(kernel)) is not None:
             await self._writer.run(partial(self._writer.ledger.save_lease, record))
 
@@ -343,7 +351,7 @@ class LeaseRecords:
     ) -> None:
         if done.cancelled() or done.exception() or self._broker.kernels.get(kernel.lease_id) is not kernel:
             return  # `Broker._trouble_changed` saves it again once writing works
-        # Writes keep their order. If a save without a reservation followed this one, the reservation has already ended.
+        # Writes keep their order, so if a later save recorded no reservation, this reservation has already ended.
         is_latest = unreserved_saves == kernel.on_disk.unreserved_saves
         if device_ids and device_ids != kernel.on_disk.reserved and is_latest:
             kernel.on_disk.reserved = device_ids
@@ -353,7 +361,10 @@ class LeaseRecords:
             kernel.link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
 
     def may_use(self, kernel: Kernel) -> tuple[str, ...]:
-        """Return the devices that a resident kernel may use now: reserved for it in the ledger and by the driver. There may be none."""
+        """Return the devices that a resident kernel may use now, which may be none.
+
+        The ledger must contain its reservation on them, and its hard caps must allow what it holds there.
+        """
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.RESIDENT or view.device_ids != kernel.on_disk.reserved:
             return ()
@@ -371,7 +382,7 @@ class LeaseRecords:
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None:
             return None
-        # The arbiter learns what was saved at the suspend's end. A broker that dies earlier leaves the planned sizes.
+        # The arbiter learns what was saved when the suspend ends. A broker that dies earlier leaves the planned sizes.
         saving_mib = kernel.checkpoint.total_mib if view.state in _MAY_BE_SAVED else 0
         pin_left_ms = view.pinned_until_ms - now_ms()
         return LeaseRecord(
@@ -404,11 +415,11 @@ class LeaseRecords:
             await self.files.close()
 
 
-# Records a lease over time, for `%gpu history`: a point for each change of its state, and for larger changes of its memory.
+# Records a lease over time for `%gpu history`, with a point for each change of its state and for larger changes of its memory.
 #
-# A change of memory is a point if it exceeds `_STEP_MIB` and a twentieth of the last value, and if the last point is older than two
-# seconds and than a 200th of the time since this broker's first point. The pauses grow with the lease's age, so that the number of points
-# stays bounded: a thousand a day at most.
+# A change of memory becomes a point if it exceeds `_STEP_MIB` and a twentieth of the last value. The last point must also be older than two
+# seconds, and older than a 200th of the time since this broker's first point. These pauses grow with the age of the lease, so that the
+# number of points is limited to about a thousand a day.
 
 
 _STEP_MIB = 32
@@ -450,14 +461,14 @@ def _is_worth_a_point(last: _Point, view: LeaseView, at_ms: int) -> bool:
     return abs(view.used_mib - last.used_mib) >= max(_STEP_MIB, last.used_mib // 20)
 
 
-# Saves forecasts and sizes of CUDA contexts in the ledger every few minutes and at the broker's end, and loads them at its start.
+# Saves forecasts and the sizes of CUDA contexts in the ledger every few minutes and when the broker ends. Loads them when it starts.
 #
-# They are estimates: if they cannot be read, the broker starts with its priors and logs that.
+# They are only estimates. If they cannot be read, the broker logs this and starts with its priors.
 
 
 _FORECASTS, _CONTEXTS = "forecasts", "contexts"
 _INTERVAL_S = 300.0
-_LARGEST = 1 << 53  # JSON readers elsewhere keep whole numbers up to here
+_LARGEST = 1 << 53  # JSON readers in other languages represent whole numbers exactly up to here
 
 
 def load_forecasts(ledger: Ledger) -> Forecasts:
@@ -491,7 +502,7 @@ def _read(ledger: Ledger, name: str, kind: type[T]) -> T | None:
 
 
 def read_learnt(text: str, kind: type[T]) -> T:
-    """Return the saved forecasts. Raises ValueError if they are invalid: a damaged file must not influence decisions."""
+    """Return the saved forecasts. Raises ValueError if they are invalid, because a damaged file must not influence decisions."""
     value = json.loads(text)
     _check_numbers(value)
     return msgspec.convert(value, kind)

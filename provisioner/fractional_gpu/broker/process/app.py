@@ -1,11 +1,13 @@
-"""The broker as a process: one per socket, started by the first program that needs it.
+"""The broker as a process. There is one per socket, started by the first program that needs it.
 
-- A file lock next to the socket: of two processes that start a broker at the same time, one serves and the other uses it.
-- Claims on devices, names in the abstract socket namespace: brokers of different sockets or users do not manage the same device.
-- `broker.json` next to the socket: how to start this broker again after a crash.
+- A file lock next to the socket makes sure that only one broker serves. If two processes start a broker at the same time, the other uses
+  the one that serves.
+- Claims on devices, which are names in the abstract socket namespace, keep brokers of different sockets or users from managing the same
+  device.
+- `broker.json` next to the socket tells clients how to start this broker again after a crash.
 
-`restarting.start_detached` starts a broker in the background. That process, like one that restarts itself (`repair`), begins with
-`run_options`.
+`restarting.start_detached` starts a broker in the background. That process begins with `run_options`, as does a broker that restarts itself
+(`repair`).
 """
 
 import asyncio
@@ -69,7 +71,10 @@ def run_broker(options: BrokerOptions) -> int:
 
 
 def run_options(argument: str) -> int:
-    """Serve in a process started by another broker or `start_detached`. `argument`: JSON of the options and the descriptor to report to."""
+    """Serve in a process that another broker or `start_detached` started.
+
+    `argument` is JSON with the options and the descriptor to report to.
+    """
     given = json.loads(argument)
     ready_fd = given.pop("ready_fd", None)
     options = BrokerOptions(**given)
@@ -86,18 +91,19 @@ def run_options(argument: str) -> int:
 
 
 def _shed_inheritance() -> None:
-    """Undo settings inherited from the program that started this broker. `doctor` reports those that could not be undone."""
+    """Undo settings inherited from the program that started this broker. `doctor` reports those that cannot be undone."""
     os.umask(0o022)
-    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two signals
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # A `ulimit -v` or `-t` of the notebook that started the broker would kill it for all kernels. Hard limits cannot be raised.
+    # If the notebook that started the broker has a `ulimit -v` or `-t`, the limit would kill the broker of all kernels. Hard limits cannot
+    # be raised.
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (hard, hard))
     with suppress(PermissionError):
-        os.sched_setaffinity(0, range(8192))  # the system picks the allowed ones
+        os.sched_setaffinity(0, range(8192))  # the system keeps only the allowed processors
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
@@ -106,7 +112,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
     again: tuple[BrokerOptions, int] | None = None
     with ExitStack() as stack:
         try:
-            make_socket_folder(socket, service=options.service)  # before anything is written there
+            make_socket_folder(socket, service=options.service)  # before anything is written to it
             kept = _kept_claim()
             lock = BrokerLock(socket)
             stack.callback(lock.close)
@@ -117,7 +123,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             if isinstance(turn, str):
                 return turn
             claims: list[NameClaim] = [] if turn is None else [stack.enter_context(turn)]
-            # Each kernel takes about eight open files, and the usual soft limit is 1024.
+            # Each kernel takes about eight open files, while the usual soft limit is 1024.
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
             if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -125,7 +131,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             settings = load(options.config_file, _overrides(options))
             set_up_logging(settings.log_level, socket, to_file=options.detach)
             protect_this_process()
-            # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
+            # A service may start before the driver is loaded, so it waits. If a process waits for this start, it needs the reason instead.
             everyone = options.service or serves_everyone(socket)
             undo = stack.enter_context(ExitStack())  # undone if the start fails
             patient, kind = everyone and not options.detach, settings.device_kind
@@ -183,7 +189,7 @@ def _execute_again(options: BrokerOptions, claim: int, socket: str) -> str:
 
 
 def _kept_claim() -> NameClaim | None:
-    """Return the claim that this process kept when it restarted itself."""
+    """Return the claim that this process kept when it restarted itself, or None."""
     descriptor = os.environ.pop(_CLAIM_VARIABLE, None)
     if descriptor is None:
         return None
@@ -193,7 +199,7 @@ def _kept_claim() -> NameClaim | None:
 
 
 def _retried(act: Callable[[], T], busy: type[Exception]) -> T:
-    """Call `act`, retrying briefly if busy: a killed broker releases its lock before its claims."""
+    """Call `act`, and retry briefly if it raises `busy`, because a killed broker releases its lock before its claims."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:
@@ -221,9 +227,10 @@ def _take_turn(
 ) -> NameClaim | str | None:
     """Return the claim on the socket's name if this process should serve, or "" (and tell `ready`) if another broker serves.
 
-    None: serve, although another user's process holds the claim. Any other string: why no broker serves. The process that holds the lock or
-    the claim is starting, serving or stopping; after it stops, this process serves. A broker with the claim but without the lock has lost
-    its files: it will restart with its `kept` claim and needs the lock, so release it.
+    Return None if this process should serve although another user's process holds the claim. Any other string explains why no broker
+    serves. The process that holds the lock or the claim is starting, serving or stopping; once it has stopped, this process serves. A
+    broker that has the claim but not the lock has lost its files. It will restart with its `kept` claim and then needs the lock, so the
+    lock is released.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -1,11 +1,12 @@
-"""The driver of a starting broker: its backend, and the checkpoint worker, which is retried until the driver works or finally refuses.
+"""Starts the driver for a new broker: opens the devices, and retries the checkpoint worker until the driver works or refuses for good.
 
-- NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary (a fabric manager that is still starting, a worker that
-  dies): the next attempt follows after one second, and the pause doubles up to a minute.
-- Until then the broker serves without suspending. `Swaps.off` and the devices' `why_not` hold the reason and the time of the next attempt.
+- NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary, such as a fabric manager that is still starting or a worker
+  that dies. The next attempt follows after one second, and the pause doubles up to a minute.
+- Until an attempt succeeds, the broker serves without suspending. `Swaps.off` and the devices' `why_not` contain the reason and the time of
+  the next attempt.
 - After a success both are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first attempt
   succeeds, the self-test runs before the API answers.
-- While an earlier broker's worker still runs an operation, the first attempt waits.
+- The first attempt waits while an earlier broker's worker still runs an operation.
 """
 
 import asyncio
@@ -44,16 +45,16 @@ _SELF_TEST_S: Final = 20.0
 
 class DriverStart:
     def __init__(self, worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]) -> None:
-        self.off = ""  # a sentence on why nothing can be suspended now; empty: no known reason
+        self.off = ""  # a sentence that explains why nothing can be suspended now, or "" without a known reason
         self._worker = worker
         self._specs = specs
         self._as_found = dict(specs)
         self._attempts = 0
         self._error = ""
-        self._pending = True  # neither started nor refused for good
+        self._pending = True  # the driver has neither started nor refused for good
 
     async def begin(self) -> str:
-        """Make the first attempt and return `off`. Blocks until the driver has started, at most a minute."""
+        """Make the first attempt and return `off`. Blocks until the driver has started, but at most a minute."""
         if all(spec.why_not for spec in self._specs.values()):
             self._pending = False
             self.off = next((spec.why_not for spec in self._specs.values()), "no device can be checkpointed")
@@ -71,10 +72,10 @@ class DriverStart:
             await self._attempt()
             self._publish(broker, swaps, before)
             await self.try_checkpoint(broker, swaps)
-        await asyncio.Event().wait()  # a service of the broker: its end would end the broker
+        await asyncio.Event().wait()  # the broker ends when one of its tasks ends
 
     async def try_checkpoint(self, broker: Broker, swaps: Swaps) -> None:
-        """Run the self-test on NVIDIA's devices if the driver works. At startup it delays the API: a kernel waits for it."""
+        """Run the self-test on NVIDIA devices if the driver works. At startup a kernel waits for it, because it delays the API."""
         if self._pending or self.off or broker.monitor.kind != NVIDIA:
             return
         try:
@@ -84,9 +85,10 @@ class DriverStart:
             log.warning("the checkpoint self-test took more than %g s", _SELF_TEST_S)
 
     async def self_test(self, broker: Broker, swaps: Swaps) -> str:
-        """Try a checkpoint on a mostly free device; return a sentence for the log. Cancellation kills the process.
+        """Try a checkpoint on a mostly free device. Return a sentence for the log. Cancellation kills the test process.
 
-        Only a real CUDA process shows whether the driver accepts the worker's privileges. A final refusal becomes the devices' `why_not`.
+        Only a real CUDA process shows whether the driver accepts the worker's privileges. If the driver refuses for good, the reason
+        becomes the devices' `why_not`.
         """
         idle = (
             device_id
@@ -94,13 +96,13 @@ class DriverStart:
             if not spec.why_not and broker.used_mib.get(device_id, 0) < spec.memory_mib // 2
         )
         device_id = next(idle, None)
-        if device_id is None or broker.kernels:  # which may need the memory
+        if device_id is None or broker.kernels:  # the kernels may need the memory
             return "checkpoint self-test skipped: no device is free for it"
         result = await try_checkpoint(
             self._worker, broker.monitor, device_id, exempt_pids=broker.enforcement.exempt_pids
         )
         if result.before_mib:
-            # It was counted under the pid that it has here, so the device counts kernels under their pids, too.
+            # The process was counted under its pid in this namespace, so the device counts kernels under their pids, too.
             swaps.inspector.counts_processes = True
         if result.code in DRIVER_REFUSES:
             for one, spec in list(self._specs.items()):
@@ -119,7 +121,7 @@ class DriverStart:
         return f"checkpoint self-test: {outcome}"
 
     async def _is_alone(self) -> bool:
-        """Wait briefly for a killed broker's worker to end, and return whether it has. It finishes its operation first."""
+        """Wait briefly for a killed broker's worker to end, and return whether it has. The worker finishes its operation first."""
         try:
             async with asyncio.timeout(_ORPHAN_PATIENCE_S):
                 await self._worker.wait_for_previous_worker()
@@ -137,7 +139,7 @@ class DriverStart:
         try:
             await self._worker.wait_for_previous_worker()
         except OSError as error:
-            # For example, the filesystem has no locks: the attempt fails with the same error and reports it.
+            # If the filesystem has no locks, for example, the attempt fails with the same error and reports it.
             log.warning("cannot check for an earlier checkpoint worker: %s", error)
 
     @property
@@ -153,7 +155,7 @@ class DriverStart:
             if error.code in DRIVER_REFUSES:
                 self._pending, self.off = False, self._error
             else:
-                # An absolute time stays true while status shows the sentence.
+                # Status shows the sentence for some time, so it needs an absolute time.
                 at = time.strftime("%H:%M:%S %Z", time.localtime(time.time() + self._pause_s))
                 self.off = f"{self._error} (attempt {self._attempts}; the next one is at {at})"
             level = logging.WARNING if news else logging.INFO
@@ -170,14 +172,14 @@ class DriverStart:
             if why_not != self._specs[device_id].why_not:
                 self._tell(broker, device_id, why_not)
         for kernel, lease in broker.views():
-            # Its suspend was under way when the devices got their reason.
+            # The lease's suspend was under way when the devices got their reason.
             if before and lease.unsuspendable_reason == before:
                 broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id))
         if not self.off:
-            broker.operations.look_now()  # from now on the driver can be asked
+            broker.operations.look_now()  # the driver can answer from now on
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
-        """Set a device's reason. Skip a lost device until it is back, because the event would mark it as found."""
+        """Set a device's reason. Skip a lost device until it is back, because the event would mark the device as found."""
         spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
         view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
         if view is None or not view.lost:
@@ -185,18 +187,18 @@ class DriverStart:
             broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=stranger_mib))
 
 
-# Terminals, server logs and JupyterLab's dialogs show this: an environment variable works for all of them.
+# Terminals, server logs and JupyterLab's dialogs show this text. An environment variable works for all of them.
 _WITHOUT: Final = (
     "to try things out without one, set JUPYTER_GPU_SIMULATE=1x2GiB in the environment before you start Jupyter"
 )
 
 
 class BackendError(Exception):
-    """No devices to manage; the message says why and what to do."""
+    """There are no devices to manage. The message explains why, and what to do."""
 
 
 class NoDeviceError(BackendError):
-    """The machine has no GPU that can be used; `why` is the driver's reason."""
+    """The machine has no usable GPU. `why` is the reason that the driver gives."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"no GPU was found: {why}; {_WITHOUT}")
@@ -209,7 +211,7 @@ class Backend:
     monitor: Monitor
     devices: tuple[DeviceInfo, ...]
     folder: Path | None  # of the simulated host
-    is_new: bool = False  # the simulated host was not there before
+    is_new: bool = False  # whether the simulated host is new
 
     @property
     def simulated(self) -> bool:
@@ -227,9 +229,9 @@ class Backend:
 def open_backend(
     simulate: str | None, socket: str, *, patient: bool = False, device_kind: str = ""
 ) -> Iterator[Backend]:
-    """Open the devices; simulated ones take precedence. Raises BackendError, ValueError (a bad `simulate`) or GPUError.
+    """Open the devices. Simulated devices take precedence. Raises BackendError, GPUError, or ValueError for an invalid `simulate`.
 
-    With `patient`, block until the machine has a device: a system service may start before the driver is loaded.
+    With `patient`, block until the machine has a device, because a system service may start before the driver is loaded.
     """
     if simulate is None:
         name, folder, is_new = backend_name(device_kind), None, False

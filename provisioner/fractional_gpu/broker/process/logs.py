@@ -1,4 +1,4 @@
-"""The broker's log: readable by its own user only, with repeated lines counted, and never a reason for the broker to fail."""
+"""The broker's log. Only its own user can read it, repeated lines are counted, and a failure to write it never stops the broker."""
 
 import logging
 import logging.handlers
@@ -16,17 +16,17 @@ from fractional_gpu.core.units import plural
 from fractional_gpu.host.files import open_own
 
 _AT_ONCE: Final = 3  # equal lines to write one by one
-_PERIOD_S: Final = 60.0  # then equal lines share one line per period
-_KEPT: Final = 256  # different lines that are remembered
+_PERIOD_S: Final = 60.0  # after these, equal lines share one line per period
+_KEPT: Final = 256  # different lines to remember
 
 
 class RepeatFilter(logging.Filter):
-    """Passes `_AT_ONCE` equal lines, then one a minute with a count. `clock` returns monotonic seconds."""
+    """Passes `_AT_ONCE` equal lines, and then one a minute with a count. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._seen: OrderedDict[tuple[int, str], tuple[float, int]] = OrderedDict()  # -> since when, and how many since
+        self._seen: OrderedDict[tuple[int, str], tuple[float, int]] = OrderedDict()  # -> (start, repeats)
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -50,7 +50,10 @@ class RepeatFilter(logging.Filter):
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log whose files only their owner may read. Lines that cannot be written are counted, and the count is written later."""
+    """A log whose files only their owner may read.
+
+    Lines that cannot be written are counted, and the count is written later.
+    """
 
     _lost = 0
 
@@ -74,7 +77,7 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
             super().handleError(record)
             return
         self._lost += 1
-        # The stream would retry its unwritten buffer with each line: open it again for the next one.
+        # The stream would retry its unwritten buffer with each line, so open it again for the next one.
         stream, self.stream = self.stream, None
         if stream is not None:
             with suppress(OSError, ValueError):

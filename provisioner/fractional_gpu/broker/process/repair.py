@@ -1,9 +1,10 @@
-"""Repair of a running broker: if one of its files is gone, it writes its ledger out and executes itself again.
+"""Repairs a running broker: if one of its files is gone, the broker writes out its ledger and restarts in the same process.
 
-Cleaners empty runtime folders, and users delete what looks like leftovers. Once a second the broker checks that its files' names still
-refer to the files that it made. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another file
-(`Ledger.write_out`) and executes itself; it keeps its claim of the socket's name, so no second broker starts. While a folder is not private
-to this user it does nothing. If the socket's whole folder is gone, a broker without leases or seats ends, unless `idle_exit` is "never".
+Cleaners empty runtime folders, and users delete what looks like leftovers. Once a second the broker checks that the names of its files
+still refer to the files that it created. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another
+file (`Ledger.write_out`), and restarts itself with exec. It keeps its claim on the socket's name, so that no second broker starts. It does
+nothing while one of its folders is not private to this user. If the socket's whole folder is gone, a broker without leases or seats ends,
+unless `idle_exit` is "never".
 """
 
 import asyncio
@@ -29,14 +30,14 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class BrokerLock:
-    """The lock next to the socket, held by the socket's present or next broker."""
+    """The lock next to the socket, which the socket's current or next broker holds."""
 
     def __init__(self, socket: str) -> None:
         self._path = Path(f"{socket}.lock")
         self._descriptor = self._open()
 
     def take(self, *, wait: bool = False) -> bool:
-        # A lock on a file that lost its name excludes no broker: the next broker locks the file that has the name now.
+        # A lock on a file that lost its name excludes no broker, because the next broker locks the file that has the name by then.
         if file_identity(self._path) != file_identity(self._descriptor):
             os.close(self._descriptor)
             self._descriptor = self._open()
@@ -58,8 +59,8 @@ class BrokerLock:
 
 class Repair:
     def __init__(self, socket: str, writer: LedgerWriter, is_needed: Callable[[], bool]) -> None:
-        self.is_due = False  # the broker is to execute itself again
-        self.lost_folder = False  # the whole folder of the socket was deleted
+        self.is_due = False  # whether the broker should restart itself
+        self.lost_folder = False  # whether the socket's whole folder was deleted
         self._socket = Path(socket)
         self._writer = writer
         self._is_needed = is_needed
@@ -71,7 +72,7 @@ class Repair:
         paths = (self._socket, Path(f"{socket}.lock"), restart_file(socket), spare_restart_file(socket))
         self._made = {path: made for path in paths if (made := file_identity(path))}
         self._log = self._socket.with_name("broker.log")
-        self._has_log = file_identity(self._log) is not None  # the log rotates: only its name counts
+        self._has_log = file_identity(self._log) is not None  # the log rotates, so only its name counts
 
     async def run(self) -> None:
         pause_s = _LOOK_S
@@ -91,7 +92,7 @@ class Repair:
                 if str(error) != self._said:
                     self._said = str(error)
                     log.error("%s was deleted or replaced and cannot be restored: %s; retrying", gone, error)  # noqa: TRY400 - no defect of ours
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # do not write a whole ledger to a full disk each second
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # do not write a whole ledger to a full disk every second
                 continue
             log.warning("%s was deleted or replaced: the broker restarts itself to recreate its files", gone)
             self.is_due = True
@@ -112,7 +113,7 @@ class Repair:
         return "" if ledger.is_in_place() else f"the ledger {ledger.path}"
 
     async def _prepare(self) -> None:
-        """Make sure that the next start can make the missing files. Raises OSError, LedgerError or BrokerUnavailableError."""
+        """Make sure that the next start can create the missing files. Raises OSError, LedgerError or BrokerUnavailableError."""
         make_socket_folder(str(self._socket))
         ledger = self._writer.ledger
         if not ledger.is_in_place():

@@ -1,9 +1,9 @@
-"""The last resort: brings suspended kernels back without a broker, holding a broker's lock, claims and worker turn.
+"""The last resort: brings suspended kernels back without a broker. Holds a broker's lock and claims, and its turn at the worker.
 
-As in recovery, the driver's answer decides, and half-done work is undone first. A restore without room kills its process, so the saved
-size (from the ledger or the second record) must be free. If it is unknown, the device must be empty; if the device is unknown, all must.
-Kernels that cannot be brought back stay saved. A kernel without a record gets one for the next broker: with the smallest fraction that
-holds its use, or a whole device if the size is unknown.
+As in recovery, the driver's answer decides, and half-done work is undone first. A restore without enough room kills its process, so the
+saved size (from the ledger or the second record) must be free. If the size is unknown, the device must be empty. If the device is unknown,
+all devices must be empty. Kernels that cannot be brought back stay saved. A kernel without a record gets one for the next broker, with the
+smallest fraction that holds its use, or with a whole device if the size is unknown.
 """
 
 import asyncio
@@ -47,19 +47,22 @@ from fractional_gpu.protocol.limits import MAX_LEASES_PER_UID
 from fractional_gpu.protocol.status import KernelFacts
 
 _ORPHAN_PATIENCE_S = 60.0  # how long a killed broker's worker may take to finish
-_DEFAULT_MILLI = 250  # of a kernel without device memory
+_DEFAULT_MILLI = 250  # for a kernel without device memory
 _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescued:
-    """`outcome`: restored, running, saved, no-room, failed or unknown. Saved: no room, but the next broker has a record."""
+    """What became of one kernel.
+
+    `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but the next broker has a record.
+    """
 
     lease_id: str
     label: str
     pid: int | None
     outcome: str
-    saved_mib: int | None  # None: unknown
+    saved_mib: int | None  # None if unknown
     sentence: str
 
     @property
@@ -80,11 +83,14 @@ class _FoundKernel:
     label: str
     device_id: str | None
     saved_mib: int | None
-    carrier: Carrier | None = None  # of a kernel without a record
+    carrier: Carrier | None = None  # set for a kernel without a record
 
 
 def rescue(options: BrokerOptions) -> Rescue:
-    """Restore the kernels. Blocks. Raises ConflictError if a broker serves, and configuration, device and system errors."""
+    """Restore the kernels. Blocks.
+
+    Raises ConflictError if a broker serves, and errors of the configuration, the devices and the operating system.
+    """
     socket = options.socket or socket_path()
     options = _with_last_options(replace(options, socket=socket))
     with ExitStack() as stack:
@@ -108,7 +114,7 @@ def rescue(options: BrokerOptions) -> Rescue:
         turn = WorkerClaim(Path(f"{socket}.worker"))
         worker = WorkerLink(backend.name, claim=turn, service=options.worker_socket)
         kernels = asyncio.run(_rescue_all(settings, backend, found, ledger, worker=worker, turn=turn, files=files))
-        if ledger is None and opening.exists(path):  # no broker can start with it
+        if ledger is None and opening.exists(path):  # no broker can start with this ledger
             kernels = [replace(one, outcome="no-room") if one.outcome == "saved" else one for one in kernels]
     return Rescue(ledger=str(path), problem=problem, kernels=kernels)
 
@@ -123,7 +129,7 @@ def _with_last_options(options: BrokerOptions) -> BrokerOptions:
             name: str(told[name]) for name in _TOLD if name in told and getattr(options, name) is None
         }
     except (ValueError, TypeError):
-        return options  # not started by our own broker
+        return options  # not started by a broker of ours
     return replace(options, **said)
 
 
@@ -136,7 +142,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
         stack.enter_context(claim)
         return
     if claim is not None and claim[1] not in (None, 0, os.geteuid()):
-        return  # another user's process has the name, and is no broker of ours
+        return  # another user's process, which is no broker of ours, has the name
     holder = claim_holder(socket)
     process = "" if holder is None else f" (process {holder})"
     raise ConflictError(
@@ -146,7 +152,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
 
 
 def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_FoundKernel]:
-    """Find kernels in the ledger, in second records and by their environment (every user's for root, else our own)."""
+    """Find kernels in the ledger, in second records, and by their environment (every user's for root, otherwise our own)."""
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
         _FoundKernel(
@@ -159,7 +165,7 @@ def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_FoundK
     ]
     known = {record.spec.lease_id for record in records}
     uid = None if os.getuid() == 0 else os.getuid()
-    for one in reversed(carriers(uid, socket)):  # the oldest one's record is the last
+    for one in reversed(carriers(uid, socket)):  # the record of the oldest one comes last
         if one.lease_id not in known and (ledger is None or not ledger.has_lease(one.lease_id)):
             kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
             found.append(_FoundKernel(kernel=kernel, label="", device_id=None, saved_mib=None, carrier=one))
@@ -210,7 +216,10 @@ class _Rescuer:
     without_memory: Counter[int] = field(default_factory=Counter)  # by user
 
     async def rescue(self, one: _FoundKernel) -> Rescued | None:
-        """Bring one kernel back and write its record if it was lost; None: its process has ended. Raises GPUError, OSError."""
+        """Bring one kernel back, and write its record if it was lost. Return None if its process has ended.
+
+        Raises GPUError or OSError.
+        """
         kernel = one.kernel
         truth = await self.swaps.truth(kernel, one.device_id, one.saved_mib or 0)
         if truth is None:
@@ -238,7 +247,7 @@ class _Rescuer:
     async def bring_back(self, one: _FoundKernel) -> tuple[str, str]:
         monitor, devices = self.backend.monitor, self.backend.devices
         device_id = one.device_id
-        # If the device is unknown, use the only device, or any if all are empty: the kernel finds its own.
+        # If the device is unknown, use the only device, or any device if all are empty. The kernel finds its own.
         if device_id is None and (
             len(devices) == 1 or not any(monitor.use(one.device_id).processes for one in devices)
         ):
@@ -275,7 +284,7 @@ class _Rescuer:
         command = command_of(one)
         is_saved = outcome not in ("restored", "running")
         if not (command.is_kernel or is_saved):
-            return False  # some program that a kernel left behind
+            return False  # a program that a kernel left behind
         host = await self.swaps.inspector.take()
         pids = {identity.pid for identity in self.swaps.inspector.tree(kernel, host)}
         used_mib = sum(host.used_mib(pid) for pid in pids)
@@ -293,7 +302,7 @@ class _Rescuer:
             reserve_mib = max(whole_mib * milli // 1000, used_mib)
         state = LeaseState.SUSPENDED if is_saved else LeaseState.RESIDENT if used_mib else LeaseState.NO_CONTEXT
         if state is LeaseState.NO_CONTEXT:
-            # If two processes carry one lease, the one with memory wins, then the older one.
+            # If two processes belong to one lease, prefer the one with memory, and then the older one.
             self.without_memory[account_uid(one.uid)] += 1
             if one.lease_id in self.written or self.without_memory[account_uid(one.uid)] > MAX_LEASES_PER_UID:
                 return False
@@ -318,7 +327,7 @@ class _Rescuer:
             device_ids=where,
             saved_mib=0,  # unknown
             uid=one.uid,
-            token_sha256="",  # unknown: the broker learns it from the kernel's own process
+            token_sha256="",  # unknown, until the kernel's own process tells the broker
             connection=command.connection,
             created_ms=wall_ms(),
             launch=Launch(

@@ -1,6 +1,6 @@
-"""Restarting or detaching a broker: its options, and the file `broker.json` with the command.
+"""Restarts or detaches a broker. Defines its options, and the file `broker.json` that contains the command.
 
-The file is next to the socket, where clients read it, and in the state folder, which no cleaner empties.
+The file is next to the socket, where clients read it, and also in the state folder, which no cleaner empties.
 """
 
 import json
@@ -32,15 +32,15 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPU
 log = logging.getLogger(__name__)
 _COMMAND = (sys.executable, "-P", "-m", "fractional_gpu.broker")
 
-# These decide where the broker finds its code, configuration, folders and devices. `broker.json` keeps only these: the starter's
-# environment has secrets, such as JUPYTER_TOKEN.
+# These variables decide where the broker finds its code, configuration, folders and devices. `broker.json` keeps only these, because the
+# environment contains secrets, such as JUPYTER_TOKEN.
 KEPT_VARIABLES = (
     "JUPYTER_CONFIG_DIR", "JUPYTER_CONFIG_PATH", "JUPYTER_DATA_DIR", "JUPYTER_GPU_SIMULATE", "JUPYTER_NO_CONFIG",
     "JUPYTER_PLATFORM_DIRS", "JUPYTER_PREFER_ENV_PATH", "JUPYTER_RUNTIME_DIR",
     "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONUSERBASE",
     "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME",
 )  # fmt: skip
-# What a broker does not inherit from the kernel, server or command that starts it, besides what changes CUDA's driver.
+# What a broker does not inherit from the kernel, server or command that starts it, in addition to what changes CUDA's driver.
 NOT_INHERITED = {
     "JUPYTER_GPU_CLAIM", "JUPYTER_GPU_LEASE", "JUPYTER_GPU_TOKEN_FILE", "JUPYTER_GPU_NOTICE", "JUPYTER_GPU_SEAT_FILE", "JUPYTER_GPU_KIND",
     "JUPYTER_GPU_MEMORY_FRACTION", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_DEVICE_MIB", "JUPYTER_GPU_CONTEXT_MIB",
@@ -58,15 +58,15 @@ class BrokerOptions:
     idle_exit: str | None = None
     state_dir: str | None = None
     log_level: str | None = None
-    settings: str | None = None  # JSON object of settings, which override the files
-    service: bool = False  # it serves all users of the machine, has no idle end, and runs outside jobs and pods
-    stand_by: bool = False  # if another broker serves, wait for its end and serve then
-    worker_socket: str | None = None  # of the service that starts the checkpoint worker; None: the broker starts it
+    settings: str | None = None  # JSON object of settings, which override the configuration files
+    service: bool = False  # serves all users of the machine, does not end when idle, and runs outside jobs and pods
+    stand_by: bool = False  # whether to wait for the end of a broker that serves already, and then serve
+    worker_socket: str | None = None  # of the service that starts the checkpoint worker; if None, the broker starts it
 
 
 def write_restart_files(options: BrokerOptions, socket: str) -> None:
-    """Write `broker.json` in both places. Raises OSError if the one next to the socket cannot be written."""
-    # A starter wants to know at once whether a broker serves, so it must not stand by.
+    """Write `broker.json` to both places. Raises OSError if the file next to the socket cannot be written."""
+    # A program that starts a broker wants to know at once whether one serves, so the broker must not stand by.
     started = asdict(replace(options, detach=False, stand_by=False, socket=socket))
     argument = json.dumps({name: value for name, value in started.items() if value is not None})
     content = {"argv": [*_COMMAND, "--detach", argument], "env": kept_environment(os.environ)}
@@ -89,7 +89,7 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in KEPT_VARIABLES if name in environment}
 
 
-# A kernel's first start waits for the code below, so it imports little. The new broker reports success or its error through a pipe.
+# A kernel's first start waits for this code, so it imports little. The new broker reports success or an error through a pipe.
 
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
@@ -107,18 +107,18 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
 
 
 def start_detached(options: BrokerOptions) -> int:
-    """Start a broker. Return 0 once a broker serves on the socket, or print to stderr why not and return 1."""
+    """Start a broker. Return 0 once a broker serves on the socket. Otherwise print the reason to stderr and return 1."""
     try:
         options = resolved(options)
         socket = options.socket or ""
-        make_socket_folder(socket, service=options.service)  # before anything is written there
+        make_socket_folder(socket, service=options.service)  # before anything is written to it
         said, process = _started(replace(options, detach=True), socket)
     except FractionalGPUError as error:
         return _failed(str(error))
     except OSError as error:
         return _failed(cannot_run(options.socket or "its socket", error))
     if said == "ready":
-        process.returncode = 0  # it runs on: without this, Popen would warn that it does
+        process.returncode = 0  # it continues to run, and Popen would warn about that
         return 0
     process.wait()
     where = Path(socket).with_name("broker.err")
@@ -130,10 +130,13 @@ def serves_everyone(socket: str) -> bool:
 
 
 def make_socket_folder(socket: str, *, service: bool = False) -> None:
-    """Make and check the socket's folder. `service`: all users reach it, and no job or pod contains us. Raises OSError."""
+    """Create and check the socket's folder. Raises OSError.
+
+    With `service`, all users can reach the folder, and the broker must not run inside a job or pod.
+    """
     if service:
         _check_service()
-    # All users share a system service; the other files in its folder are private by their own modes.
+    # All users share the folder of a system service. The modes of its other files keep them private.
     if not is_service_socket(socket):
         check_above(Path(socket).absolute().parent)
     folder = Path(socket).absolute().parent

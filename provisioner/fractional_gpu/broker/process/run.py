@@ -1,4 +1,4 @@
-"""One life of a broker: `BrokerRun` makes its parts from the settings, the devices and the open ledger, serves, and shuts down."""
+"""One run of a broker. `BrokerRun` creates its parts from the settings, the devices and the open ledger, serves, and shuts down."""
 
 import asyncio
 import logging
@@ -65,9 +65,9 @@ log = logging.getLogger(__name__)
 
 _DAY_S = 24 * 3600
 _LIMIT_LOOK_S = 60.0
-_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for blocking work: asyncio's default
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for blocking work; asyncio's default
 _SOCKET_MODE_OWN = 0o600
-_SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
+_SOCKET_MODE_SERVICE = 0o666  # a system service serves every user, and peer credentials distinguish them
 
 
 def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
@@ -90,19 +90,19 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
 def configuration(
     settings: Settings, everything: Sequence[DeviceSpec], managed: Iterable[DeviceSpec], *, host_budget_mib: int
 ) -> Iterator[Event]:
-    """Yield the events for the arbiter's devices, pools and host budget. `everything`: the machine's devices."""
+    """Yield the events that tell the arbiter about devices, pools and the host budget. `everything` contains all devices of the machine."""
     at_ms = now_ms()
     for spec in managed:
         yield DeviceSeen(at_ms=at_ms, device=spec)
     for pool in settings.pool_specs(everything):
         yield PoolConfigured(at_ms=at_ms, pool=pool)
-    # It holds until the sampler has measured the host's memory; with no budget, any saved state that is found would exceed it.
+    # This budget applies until the sampler has measured the host's memory. Without a budget, any saved state that is found would exceed it.
     yield HostMemorySeen(at_ms=at_ms, budget_mib=host_budget_mib)
 
 
 @dataclass(kw_only=True)
 class BrokerRun:
-    """One life of a broker. Once it serves, it calls `serves` and closes `ready`, for which its starter waits."""
+    """One run of a broker. Once it serves, it calls `serves` and closes `ready`, for which the program that started it waits."""
 
     settings: Settings
     backend: Backend
@@ -115,7 +115,7 @@ class BrokerRun:
     serves: Callable[[], object] = lambda: None
     worker_socket: str | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    leases_live: bool = False  # at the end; their kernels do, too
+    leases_live: bool = False  # whether leases, and so their kernels, live when it ends
     broker: Broker = field(init=False)
     service: LeaseService = field(init=False)
     server: Server = field(init=False)
@@ -123,7 +123,7 @@ class BrokerRun:
     metrics_server: HTTPServer | None = None
 
     async def main(self) -> None:
-        """Serve until SIGTERM, SIGINT, idle exit, or a deleted file.
+        """Serve until SIGTERM, SIGINT, the idle exit, or the deletion of a file.
 
         Raises OSError if it cannot start all threads that later work needs.
         """
@@ -147,7 +147,7 @@ class BrokerRun:
                 with watchdog(self.settings.hang_limit):
                     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
-                        task.result()  # raise its error: a broker without its sampler, say, must not continue
+                        task.result()  # raise its error: a broker without its sampler, for example, must not continue
             finally:
                 await self._shut_down(tasks)
         log.info("stopped; %s", "leases live on" if self.leases_live else "no lease was left")
@@ -156,7 +156,7 @@ class BrokerRun:
         return bool(self.broker.kernels or self.service.seats.live() or lost_sentence(self.broker.lost))
 
     async def _make_parts(self, end: AsyncExitStack) -> list[Coroutine[Any, Any, object]]:
-        """Restore leases and seats; return the broker's tasks. The broker ends when one of them ends or fails."""
+        """Restore leases and seats, and return the broker's tasks. The broker ends when one of the tasks ends or fails."""
         settings, ledger = self.settings, self.ledger
         ACCOUNTS.unknown = settings.account_of_unknown_uids
         specs = {spec.device_id: spec for spec in self.specs}
@@ -171,7 +171,7 @@ class BrokerRun:
         broker.operations.sample = sampler.refresh
         self._configure(budget_mib)
         await self._take_back_leases(files, swaps)
-        await sampler.sample()  # leases' use is known before any request is answered
+        await sampler.sample()  # so that leases' use is known before any request is answered
         await driver.try_checkpoint(broker, swaps)
         await broker.hard_caps.recall()
 
@@ -319,7 +319,7 @@ class BrokerRun:
             try:
                 if is_due or writer.size_bytes > writer.limit_bytes:
                     await writer.prune(wall_ms())
-            except LedgerError as error:  # a full disk: the rest is deleted the next time
+            except LedgerError as error:  # such as a full disk; the rest is deleted the next time
                 log.error("cannot delete the ledger's old entries: %s", error)  # noqa: TRY400 - a full disk is no defect of ours
             await asyncio.sleep(_LIMIT_LOOK_S)
 
