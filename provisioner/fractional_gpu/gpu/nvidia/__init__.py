@@ -1,1 +1,1 @@
-"""NVIDIA's devices: `monitor` reads them through NVML, `checkpointer` drives processes through the driver, `support` has the releases."""
+"""NVIDIA devices. `monitor` reads them through NVML, `checkpointer` controls processes, and `support` lists the supported releases."""

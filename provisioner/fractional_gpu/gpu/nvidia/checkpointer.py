@@ -1,8 +1,10 @@
-"""Controls other processes' CUDA state through the driver's checkpoint calls.
+"""Controls the CUDA state of other processes through the driver's checkpoint calls.
 
-- Use it only in a separate process with a cleaned environment (`driver_environment`): a call may hang, and a move must name every device.
-- It asks the driver only about processes that map the driver's library: for others the answer depends on the release.
-- It refuses thread ids and reports ended processes as NO_SUCH_PROCESS. Only the caller, with a pidfd, can ensure the right process.
+- Use this only in a separate process with a cleaned environment (`driver_environment`), because a call may hang, and a move must name every
+  device.
+- The driver is asked only about processes that map its library. For other processes its answer depends on the release.
+- Thread ids are refused, and processes that have ended are reported as NO_SUCH_PROCESS. Only the caller, which holds a pidfd, can make sure
+  that a pid still belongs to the intended process.
 - A lock always has a time limit. Without one, the driver would wait forever.
 """
 
@@ -86,10 +88,10 @@ _FABRIC_MANAGER: Final = "on an HGX host, it needs the fabric manager: `systemct
 
 
 class NvidiaCheckpointer:
-    """The `Checkpointer` of NVIDIA devices. Not thread-safe: one operation at a time per host.
+    """The `Checkpointer` for NVIDIA devices. It is not thread-safe: a host may run only one operation at a time.
 
-    Raises GPUError NOT_SUPPORTED without the bindings or a recent driver, and NO_SUCH_DEVICE without a device. `driver` and `has_driver`
-    are for tests.
+    Raises GPUError: NOT_SUPPORTED if the bindings are missing or the driver is too old, and NO_SUCH_DEVICE if there is no device. `driver`
+    and `has_driver` are for tests.
     """
 
     def __init__(self, *, driver: ModuleType | None = None, has_driver: Callable[[int], bool] | None = None) -> None:
@@ -97,7 +99,7 @@ class NvidiaCheckpointer:
         driver_environment.clean(os.environ)
         self._driver = _load() if driver is None else driver
         missing = next((call for call in _CALLS if not hasattr(self._driver, call)), "")
-        if missing:  # with checkpoint but without restore, saved state would be lost
+        if missing:  # if only restore were missing, saved state would be lost
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
                 f"the installed cuda-bindings lack {missing}; install 12.8 or newer, except 13.0.0 and 13.0.1: {INSTALL_BINDINGS} "
@@ -133,7 +135,7 @@ class NvidiaCheckpointer:
         try:
             result, state = self._ask("cuCheckpointProcessGetState", pid)
         except _UnknownAnswerError:
-            # After a failed call, bindings 12.8.0 convert uninitialised memory to an enumeration member, and fail.
+            # After a failed call, version 12.8.0 of the bindings tries to convert uninitialised memory to an enumeration member.
             return ProcessState.NO_CONTEXT if self._is_unknown_to_cuda(pid) else ProcessState.UNKNOWN
         if result == _SUCCESS:
             return _STATES.get(state, ProcessState.UNKNOWN) if isinstance(state, int) else ProcessState.UNKNOWN
@@ -156,10 +158,10 @@ class NvidiaCheckpointer:
         self._do("checkpoint", "cuCheckpointProcessCheckpoint", pid, None)
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
-        """CHECKPOINTED -> LOCKED; `moves` maps old to new devices.
+        """Change the state from CHECKPOINTED to LOCKED. `moves` maps old device ids to new ones.
 
-        Raises GPUError: OUT_OF_MEMORY is fatal to the process; after NO_SUCH_DEVICE and NOT_SUPPORTED it is still CHECKPOINTED. Raises
-        ValueError if two devices move to one.
+        Raises GPUError. OUT_OF_MEMORY is fatal to the process. After NO_SUCH_DEVICE or NOT_SUPPORTED the process is still CHECKPOINTED.
+        Raises ValueError if `moves` maps two devices to the same one.
         """
         moving = {_plain(old): _plain(new) for old, new in (moves or {}).items() if _plain(old) != _plain(new)}
         self._do("restore", "cuCheckpointProcessRestore", pid, self._pairs(moving) if moving else None)
@@ -173,7 +175,7 @@ class NvidiaCheckpointer:
         reason = self.why_cannot_move
         if reason:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"cannot move a process to another device: {reason}")
-        # The driver wants a pair for every device that it sees, so devices that do not move map to themselves.
+        # The driver requires a pair for every device that it sees, so devices that do not move map to themselves.
         seen = self._devices()
         for device in (*moving, *moving.values()):
             if device not in seen:
@@ -219,8 +221,8 @@ class NvidiaCheckpointer:
         try:
             answer = getattr(self._driver, call)(*arguments)
         except (ValueError, KeyError) as error:
-            # The bindings convert numbers to enumeration members. A newer driver has more numbers: ValueError. Bindings from
-            # 12.9 to 13.1 look results up in a dictionary: KeyError.
+            # The bindings convert numbers to enumeration members, and raise ValueError for a number that only a newer driver has.
+            # Versions 12.9 to 13.1 look up results in a dictionary, and raise KeyError.
             raise _UnknownAnswerError(f"{call} returned a value that this version does not know ({error})") from error
         except RuntimeError as error:
             raise GPUError(
@@ -244,7 +246,7 @@ class NvidiaCheckpointer:
         try:
             _check(pid)
         except GPUError as error:
-            # The process's end explains the failure better than the driver's result.
+            # If the process has ended, that explains the failure better than the driver's result.
             return GPUError(error.code, f"{message}; {error}")
         hint = _HINTS.get((phase, code)) or _GENERAL_HINTS.get(code)
         return GPUError(code, f"{message}: {hint}" if hint else message)
@@ -280,14 +282,14 @@ def _check(pid: int) -> None:
 
 
 def _maps_driver(pid: int) -> bool:
-    """Return whether a process maps the driver's library, without which it has no CUDA state; True if unreadable."""
+    """Return whether a process maps the driver's library, without which it has no CUDA state. Return True if its maps are unreadable."""
     return maps(pid, lambda path: path.rpartition("/")[2].startswith("libcuda.so"), unreadable=True)
 
 
 def _await_end(pid: int) -> None:
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:  # it ended; or no descriptor is free, so check without waiting
+    except OSError:  # the process has ended, or no descriptor is free, so check without waiting
         return
     try:
         watched = select.poll()
@@ -303,7 +305,7 @@ def _plain(device_id: str) -> str:
 
 
 def _permutation(moving: Mapping[str, str], devices: Iterable[str]) -> dict[str, str]:
-    """Extend `moving` to a permutation of all devices: a target that does not move itself maps to a vacated device."""
+    """Extend `moving` to a permutation of all devices. A target that does not itself move is mapped to a device that became free."""
     still = [device for device in devices if device not in moving]
     taken = set(moving.values())
     displaced = [device for device in still if device in taken]

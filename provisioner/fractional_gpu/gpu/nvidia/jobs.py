@@ -1,7 +1,7 @@
-"""Checkpoint jobs: with one, the driver (590.44 and newer) checkpoints a process that has running forked children.
+"""Checkpoint jobs, with which the driver (590.44 or newer) can checkpoint a process that has running forked children.
 
-A program names its job's file in `CUDA_CHECKPOINT_JOB_FILE` when it starts, and callers of the checkpoint API name the same file. The file
-is a memfd of the program, which its forked children inherit. Operations on the processes of one job must not overlap.
+When a program starts, its variable `CUDA_CHECKPOINT_JOB_FILE` names the job's file. Callers of the checkpoint API name the same file. It is
+a memfd of the program, which the program's forked children inherit. Operations on the processes of one job must not overlap.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Final
 
 JOB_FILE: Final = "CUDA_CHECKPOINT_JOB_FILE"
 REQUEST: Final = "JUPYTER_GPU_CHECKPOINT_JOB"
-"""Set in the environment of a program that starts with a job."""
+"""This variable is set in the environment of a program that is to start in a job."""
 
 NAME: Final = "cuda-checkpoint-job"
 _LINK: Final = f"/memfd:{NAME} (deleted)"
@@ -19,7 +19,7 @@ _LINK: Final = f"/memfd:{NAME} (deleted)"
 
 @contextmanager
 def job_of(pid: int) -> Iterator[None]:
-    """During the block, set this process's job-file variable to that of `pid`, if it has one."""
+    """During the block, set the job-file variable of this process to the job file of `pid`, if that process has one."""
     descriptor = _open_job(pid)
     if descriptor is None:
         yield
@@ -40,7 +40,7 @@ def _open_job(pid: int) -> int | None:
                 if os.readlink(f"{folder}/{name}") != _LINK:  # noqa: PTH115 - a process may have thousands
                     continue
                 descriptor = os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
-                # Its owner may have replaced the file, to make us write to another.
+                # The process's owner may have replaced the file to make us write to another one.
                 if os.readlink(f"/proc/self/fd/{descriptor}") == _LINK:  # noqa: PTH115 - as above
                     return descriptor
                 os.close(descriptor)

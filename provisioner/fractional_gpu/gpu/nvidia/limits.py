@@ -1,6 +1,7 @@
-"""Memory limits of control groups, enforced by the driver: NVML's calls of release 615, for control groups of version 2.
+"""Memory limits on control groups, enforced by the driver. NVML has these calls since release 615, for control groups of version 2.
 
-Setting a limit needs root. A limit counts all device memory of the processes in the group and below it, contexts included.
+Setting a limit requires root. A limit applies to all device memory of the processes in the group and in the groups below it, including
+their contexts.
 """
 
 import importlib
@@ -19,7 +20,7 @@ _OLD_BINDINGS: Final = "the installed nvidia-ml-py has no memory limits: pip ins
 
 
 class NvidiaMemoryLimits:
-    """The `MemoryLimits` of NVIDIA devices, for the checkpoint worker. Raises GPUError if NVML does not start."""
+    """The `MemoryLimits` for NVIDIA devices, used by the checkpoint worker. Raises GPUError if NVML cannot be initialised."""
 
     def __init__(self, nvml: ModuleType | None = None) -> None:
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml

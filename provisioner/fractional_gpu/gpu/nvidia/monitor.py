@@ -1,11 +1,12 @@
 """Reads NVIDIA devices through NVML. Creates no CUDA context and needs no privileges.
 
-A missing library, driver or device is no error: `devices()` is empty, `why_none` says why, and each call tries again, so it finds a driver
-that is loaded later. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG mode it lists the
-instances, without activity, power and energy: NVML does not document these there. The driver's reserve counts neither as memory nor as
-use.
+A missing library, driver or device is not an error: `devices()` returns an empty list, and `why_none` explains why. Each call tries again,
+so a driver that is loaded later is found. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG
+mode, `devices()` lists the instances. Activity, power and energy are missing for instances, because NVML does not document them there. The
+memory that the driver reserves counts neither as available nor as used.
 
-The hard part is the driver's samples: each covers up to a second before its stamp, so work may look busy for a while after its end.
+The hard part is the driver's utilisation samples. A sample covers up to one second before its time stamp, so a process may seem busy for a
+while after its work has ended.
 """
 
 import importlib
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 _MIB: Final = 1024 * 1024
 
-# NVML's return codes, which its binary interface fixes.
+# NVML's return codes, which are fixed in its binary interface.
 _SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _INSUFFICIENT_SIZE = 0, 2, 3, 4, 6, 7
 _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND = 9, 12, 13
 _GPU_IS_LOST, _RESET_REQUIRED, _OPERATING_SYSTEM, _VERSION_MISMATCH = 15, 16, 17, 18
@@ -69,15 +70,15 @@ _WHY_NONE: Final[Mapping[int, str]] = {
     _NO_PERMISSION: "this user may not open the device files /dev/nvidia*: add it to the group that owns them",
 }
 
-# Leave out devices with these errors. NOT_SUPPORTED means that it shares the system's memory: without a size there are no fractions.
+# Leave out devices with these errors. NOT_SUPPORTED means that the device shares the system's memory, so it has no size to divide.
 _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
 
 _CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
 _SAMPLE_LATE_US: Final = 250_000  # the driver may publish a sample this late
 _SETTLE_US: Final = 1_000_000  # the longest period of a sample
-_AHEAD_US: Final = 1_000_000  # a later stamp is wrong: the process would look busy until then
-_FULL: Final = 100  # percent: NVML is known to report up to 37,100 %
-_AT_WORK: Final = 10  # percent: the device has working processes
+_AHEAD_US: Final = 1_000_000  # a stamp further ahead is wrong, and the process would seem busy until then
+_FULL: Final = 100  # percent; NVML is known to report up to 37,100 %
+_AT_WORK: Final = 10  # percent; above this, processes are working on the device
 _NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises an error with the code of success
 _READS: Final = 3
 _MIG: Final = "MIG-"  # prefix of an instance's id
@@ -87,7 +88,7 @@ _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_
 
 
 class _Sample(NamedTuple):
-    """A process's use of a device up to `stamp_us` on the wall clock; `rates` in percent, compute first."""
+    """How much a process used a device until `stamp_us` (on the wall clock). `rates` are in percent; the first one is compute."""
 
     pid: int
     stamp_us: int
@@ -99,7 +100,7 @@ class _Sample(NamedTuple):
 
 
 class NvidiaMonitor:
-    """The `Monitor` of NVIDIA devices. Thread-safe. The arguments are for tests."""
+    """The `Monitor` for NVIDIA devices. It is thread-safe. The arguments are for tests."""
 
     kind: Final = "nvidia"
 
@@ -112,17 +113,18 @@ class NvidiaMonitor:
     ) -> None:
         self._clock = WallClock() if clock is None else clock
         self._steps = 0  # how often the wall clock was set
-        self._steps_known: dict[str, int] = {}  # by device: `_steps` at its last reading
-        self._steps_measured: dict[str, int] = {}  # the same, for readings of utilisation
-        # By device: pid and stamp of the samples around the last step. Either clock may have stamped them, so they never count.
+        self._steps_known: dict[str, int] = {}  # `_steps` at the last reading of activity, by device
+        self._steps_measured: dict[str, int] = {}  # `_steps` at the last reading of utilisation, by device
+        # The pids and time stamps of the samples around the last clock change, by device. Their stamps may be from before or after the
+        # change, so they never count.
         self._ambiguous: dict[str, set[tuple[int, int]]] = {}
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
         self._bindings = bindings
         self._starting = threading.Lock()
         self._started = False
         self._handles: dict[str, object] = {}  # by device id; replaced at each shutdown
-        self.why_none = ""  # why the last `devices()` was empty, a sentence
-        self.warnings: tuple[str, ...] = ()  # sentences about the driver and devices from the last `devices()`
+        self.why_none = ""  # a sentence that explains why the last `devices()` was empty
+        self.warnings: tuple[str, ...] = ()  # warnings about the driver and devices, from the last `devices()`
         self._why_no_move = ""
         self._saves_children = False
 
@@ -137,7 +139,7 @@ class NvidiaMonitor:
         self._saves_children = saves_children(version)
         refusal = driver_refusal(version) or self._bindings()
         found = [device for index in range(count) for device in self._describe(index, refusal)]
-        if any(device.why_not == _ON_MIG for device in found):  # the driver gives instances no index
+        if any(device.why_not == _ON_MIG for device in found):  # the driver does not number instances
             found = [replace(device, index=index) for index, device in enumerate(found)]
         if found:
             self.why_none = ""
@@ -156,7 +158,7 @@ class NvidiaMonitor:
             return self._read(device_id, partial(self._use, device_id))
 
     def _use(self, device_id: str, handle: object) -> DeviceUse:
-        # An administrator may turn MIG on while no process uses the device. NVML then still answers for the whole device.
+        # An administrator may enable MIG while no process uses the device. NVML still reports the whole device after that.
         if not device_id.startswith(_MIG) and self._has_mig_instances(handle):
             raise GPUError(
                 GPUErrorCode.NO_SUCH_DEVICE,
@@ -168,7 +170,7 @@ class NvidiaMonitor:
         for kind, processes in self._processes(handle):
             for process in processes:
                 pid = _process_of(process.pid)
-                # A process that computes and draws is in both lists, each with all its memory: do not add them up.
+                # A process that does both compute and graphics is in both lists, each time with all its memory. Do not add them up.
                 known = [one for one in (by_pid.get(pid), process.usedGpuMemory) if one is not None]
                 by_pid[pid] = max(known, default=None)
                 kinds.setdefault(pid, kind)
@@ -215,10 +217,11 @@ class NvidiaMonitor:
             return None
         self._steps_measured[device_id] = self._steps
         until_us, by_pid = now_us - _SAMPLE_LATE_US, None
-        if samples is not None and not was_set:  # else a sample's time is not known
+        if samples is not None and not was_set:  # if the clock was set, the times of samples are unknown
             newest_us = now_us + _AHEAD_US
             sane = [one for one in samples if one.is_sane and since_us < one.stamp_us - offset_us <= newest_us]
-            if sane or (busy_percent or 0) < _AT_WORK:  # else it works for processes that the driver does not show here
+            # A busy device without samples works for processes that the driver does not show here.
+            if sane or (busy_percent or 0) < _AT_WORK:
                 by_pid = _means(sane)
             until_us = max([until_us, *(one.stamp_us - offset_us for one in sane)])
         return DeviceUtilisation(
@@ -230,15 +233,15 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock was set since the device's last reading. `known`: `_steps` at that reading, by device."""
+        """Return whether the wall clock was set since the last reading of the device. `known` holds `_steps` at that reading, by device."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
 
     def _samples(self, since_us: int, handle: object) -> list[_Sample] | None:
-        """Return the listed processes' samples since `since_us` on the wall clock, or None if the device gives none.
+        """Return the samples of listed processes since `since_us` (on the wall clock), or None if the device does not support samples.
 
-        In a pid namespace samples have the host's pids, so only listed processes count.
+        In a pid namespace, samples have the host's pids, so only samples of listed processes count.
         """
         try:
             samples = self._read_samples(since_us, handle)
@@ -260,7 +263,7 @@ class NvidiaMonitor:
         return [sample for sample in found if sample.pid in listed]
 
     def _read_samples(self, since_us: int, handle: object) -> list[Any]:
-        # pynvml asks for the number of samples, then for the samples, and fails if more arrive in between: retry.
+        # pynvml first asks for the number of samples and then for the samples. It fails if more samples arrive in between, so retry.
         for _ in range(_READS - 1):
             try:
                 return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
@@ -272,7 +275,7 @@ class NvidiaMonitor:
         return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        # Since Ampere, power is the last second's mean (on GA100 the current value). Since Volta, energy counts from the driver's start.
+        # Since Ampere, power is the mean of the last second (the current value on GA100). Since Volta, energy counts from the driver start.
         self._must_start(device_id)
         with translated(self._nvml, f"reading the sensors of device {device_id}"):
             return self._read(device_id, partial(self._sensors, device_id))
@@ -287,12 +290,12 @@ class NvidiaMonitor:
         )
 
     def _busy_percent(self, handle: object) -> int | None:
-        """Return the percentage of the last second (or less) in which the device was busy; None for a missing or implausible value."""
+        """Return how busy the device was in the last second or less, in percent. Return None if the value is missing or implausible."""
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return int(rates.gpu) if rates is not None and 0 <= int(rates.gpu) <= _FULL else None
 
     def _read(self, device_id: str, read: Callable[[object], T]) -> T:
-        """Call `read` with the device's cached handle. After an error, retry with a new handle: the cached one may be stale."""
+        """Call `read` with the cached handle of the device. After an error, retry with a new handle, in case the cached one is stale."""
         handles = self._handles
         kept = handles.get(device_id)
         if kept is not None:
@@ -317,7 +320,7 @@ class NvidiaMonitor:
         return {"CUDA_VISIBLE_DEVICES": device_id or ""}
 
     def close(self) -> None:
-        """Shut NVML down. Idempotent; a later call starts it again."""
+        """Shut NVML down. This method is idempotent, and a later call of another method starts NVML again."""
         with self._starting:
             if self._started:
                 self._started = False
@@ -368,7 +371,8 @@ class NvidiaMonitor:
         )
 
     def _has_mig_instances(self, handle: object) -> bool:
-        modes = self._optional("nvmlDeviceGetMigMode", handle)  # now, and after the next reset; most devices have none
+        # The current mode and the mode after the next reset. Most devices have no MIG mode.
+        modes = self._optional("nvmlDeviceGetMigMode", handle)
         return modes is not None and bool(modes[0])
 
     def _instances(self, handle: object) -> Iterator[object]:
@@ -387,7 +391,7 @@ class NvidiaMonitor:
         return int(memory.total), int(memory.used)
 
     def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
-        """Yield the processes by kind, MPS clients first: NVML lists them as compute processes, too."""
+        """Yield the processes by kind. MPS clients come first, because NVML also lists them as compute processes."""
         yield ProcessKind.MPS, self._optional("nvmlDeviceGetMPSComputeRunningProcesses", handle) or []
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         yield ProcessKind.GRAPHICS, self._optional("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
@@ -395,7 +399,7 @@ class NvidiaMonitor:
 
 @contextmanager
 def translated(nvml: ModuleType, doing: str) -> Iterator[None]:
-    """Raise NVML's errors as GPUError."""
+    """Convert NVML's errors to GPUError."""
     try:
         yield
     except nvml.NVMLError as error:
@@ -404,7 +408,7 @@ def translated(nvml: ModuleType, doing: str) -> Iterator[None]:
 
 
 def _process_of(number: int) -> int:
-    """Return the process of a pid or thread id: drivers before 575.57 name the thread that made the context."""
+    """Return the pid for a pid or a thread id. Drivers before 575.57 report the thread that created the context."""
     try:
         return thread_group(number)
     except (ProcessLookupError, PermissionError, ValueError):
@@ -419,7 +423,8 @@ def _means(samples: Iterable[_Sample]) -> dict[int, int]:
 
 
 def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:
-    # In some virtual machines and containers NVML reports no figures: such processes share the rest. That is exact for one of them.
+    # In some virtual machines and containers NVML does not report the memory of a process. Divide the rest among such processes; this is
+    # exact if there is only one.
     unknown = sum(one is None for one in by_pid.values())
     rest = max(0, used - sum(one for one in by_pid.values() if one is not None))
     guess = rest // unknown if unknown else 0

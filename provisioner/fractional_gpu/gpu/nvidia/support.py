@@ -1,7 +1,8 @@
-"""The supported releases of NVIDIA's driver and bindings, as tables and sentences.
+"""The supported releases of NVIDIA's driver and bindings, and the messages about unsupported ones.
 
-Driver 570 (CUDA 12.8) brought the checkpoint calls, 580 (CUDA 13.0) moving to another device. We refuse releases reported to lose a
-kernel's state, and machines other than x86-64, where few drivers checkpoint. We warn of releases reported to hang.
+Driver 570 (CUDA 12.8) introduced the checkpoint calls, and driver 580 (CUDA 13.0) can move saved state to another device. We refuse
+releases that are reported to lose a kernel's state. We also refuse machines other than x86-64, because few drivers can checkpoint there. We
+warn about releases that are reported to hang.
 """
 
 import platform
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 INSTALL_BINDINGS: Final = "pip install 'jupyter-fractional-gpu[cuda]'"
-MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion returns it: 1000 * major + 10 * minor
+MOVING_CUDA_VERSION: Final = 13000  # in the format of cuDriverGetVersion: 1000 * major + 10 * minor
 
 _WSL_DEVICE: Final = Path("/dev/dxg")  # instead of /dev/nvidia*
 _MACHINES: Final = frozenset({"x86_64", "AMD64"})
@@ -20,10 +21,10 @@ _FIRST_BINDINGS: Final = (12, 8)
 _FIRST_MOVING_DRIVER: Final = 580
 _FIRST_JOBS: Final = (590, 44)
 _FIRST_MOVING_BINDINGS: Final = 13
-_NO_MOVE: Final = frozenset({"13.3.0"})  # lacks the arguments of a restore
+_NO_MOVE: Final = frozenset({"13.3.0"})  # bindings without arguments for a restore
 _NO_RESTORE: Final = frozenset({"13.0.0", "13.0.1"})  # bindings that can checkpoint but not restore
 
-# A release matches its own version and its patches: "610.57" matches "610.57" and "610.57.02".
+# An entry matches its own version and the patches of that version: "610.57" matches "610.57" and "610.57.02".
 _REFUSED: Final = {
     "610.57": "locking a process is reported to crash it",
 }
@@ -48,7 +49,7 @@ def sharing_advice(index: int) -> str:
 
 
 def driver_refusal(version: str, *, machine: str | None = None) -> str:
-    """Return why this driver cannot be trusted to checkpoint on this machine type (`platform.machine()`), or ""."""
+    """Return the reason why this driver is not used for checkpoints on this machine type (`platform.machine()`), or ""."""
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
         return f"NVIDIA's driver does not checkpoint on most {machine} machines: use an x86-64 one"
@@ -69,20 +70,20 @@ def driver_warnings(version: str) -> tuple[str, ...]:
 
 
 def saves_children(version: str) -> bool:
-    """Return whether this release of the driver checkpoints a process with forked children, in a checkpoint job."""
+    """Return whether this driver release can checkpoint a process with forked children if the process is in a checkpoint job."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _FIRST_JOBS
 
 
 def moving_refusal(version: str) -> str:
-    """Return why this release of the driver or bindings cannot restore onto another device, or ""."""
+    """Return the reason why this driver release, or the bindings, cannot restore to another device, or ""."""
     major = re.match(r"\d+", version)
     if major is None or int(major[0]) < _FIRST_MOVING_DRIVER:
         return f"the NVIDIA driver {version} can only restore kernels on their old device: install {_FIRST_MOVING_DRIVER} or newer"
     try:
         bindings = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
-        return ""  # then nothing is suspended, and `why_no_bindings` says why
+        return ""  # without bindings nothing is suspended, and `why_no_bindings` explains why
     numbers = re.match(r"\d+", bindings)
     if numbers is None or int(numbers[0]) < _FIRST_MOVING_BINDINGS or bindings in _NO_MOVE:
         return f"cuda-bindings {bindings} can only restore kernels on their old device: {INSTALL_BINDINGS} --upgrade"
@@ -90,7 +91,7 @@ def moving_refusal(version: str) -> str:
 
 
 def why_no_bindings() -> str:
-    """Say why the CUDA bindings cannot be used and what to do, or "". Does not import them."""
+    """Return the reason why the CUDA bindings cannot be used, and what to do about it, or "". Does not import the bindings."""
     try:
         version = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
@@ -99,7 +100,7 @@ def why_no_bindings() -> str:
 
 
 def bindings_refusal(version: str) -> str:
-    """Return why this release of cuda-bindings cannot be used and what to do, or ""."""
+    """Return the reason why this release of cuda-bindings cannot be used, and what to do about it, or ""."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _FIRST_BINDINGS:
         first = ".".join(map(str, _FIRST_BINDINGS))

@@ -1,8 +1,9 @@
-"""Controls other processes' simulated CUDA state: the `Checkpointer` of the simulated host.
+"""Controls the simulated CUDA state of other processes. This is the `Checkpointer` for the simulated host.
 
-States and error codes are the driver's. A restore without room raises OUT_OF_MEMORY, and the process has failed for good: later restores
-raise OPERATING_SYSTEM, other operations ILLEGAL_STATE. A real failure (no room in the folder) raises OPERATING_SYSTEM and leaves the
-process as it was. An operation copies the bytes, commits, then empties the source, so `settle` can undo it if it is killed.
+It uses the same states and error codes as the driver. A restore without enough device memory raises OUT_OF_MEMORY, and the process has then
+failed permanently: later restores raise OPERATING_SYSTEM, and other operations raise ILLEGAL_STATE. A real failure, such as a full disk,
+raises OPERATING_SYSTEM and does not change the process. An operation copies the bytes, commits, and then empties the source, so `settle`
+can undo an operation that was killed.
 """
 
 import errno
@@ -40,7 +41,7 @@ NEEDS: Final = {
     "restore": ProcessState.CHECKPOINTED,
     "unlock": ProcessState.LOCKED,
 }
-_TURN_S: Final = 5.0  # how long an operation waits for another on the same process
+_TURN_S: Final = 5.0  # how long an operation waits for another one on the same process
 _CHUNK: Final = 8 << 20
 _SLICES_PER_S: Final = 50
 
@@ -96,7 +97,7 @@ class SimulatedCheckpointer:
             try:
                 gate = read_gate(self._store.process_folder(key))
             except FileNotFoundError:
-                return ProcessState.NO_CONTEXT  # it has just ended its context
+                return ProcessState.NO_CONTEXT  # the process has just destroyed its context
             return ProcessState.LOCKED if gate == CLOSED else ProcessState.RUNNING
         return {
             "saving": ProcessState.CHECKPOINTING,
@@ -135,7 +136,7 @@ class SimulatedCheckpointer:
                 self._refuse(operation, pid, self._state_of(key))
                 act(process)
         except FileNotFoundError:
-            # The folder is gone: the process has died or ended its context.
+            # The folder is gone, so the process has died or destroyed its context.
             self._refuse(operation, pid, self._state(pid))
             raise
 
@@ -158,7 +159,7 @@ class SimulatedCheckpointer:
             self._copy_all(process.key, "device", "saved", mib_s, charged_to=job)
             self._change(process.key, "phase='saving'", "phase='saved'")
         finally:
-            # After a commit, empties the device files; otherwise removes the copies.
+            # If the change was committed, this empties the device files. Otherwise, it removes the copies.
             settle(self._store, process.key)
 
     def _bring_back(self, process: Process, moves: Mapping[str, str]) -> None:
@@ -195,7 +196,7 @@ class SimulatedCheckpointer:
         return target
 
     def _reserve(self, process: Process, target: Device) -> None:
-        """Reserve memory on the target. Without room, mark the process as failed for good, as the driver does."""
+        """Reserve memory on the target device. If there is too little, mark the process as failed permanently, as the driver does."""
         reap(self._store)
         with self._store.transaction() as db:
             used = int(db.execute(HELD, (target.device_id,)).fetchone()[0])
@@ -230,9 +231,9 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
 
 
 def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int | None = None) -> None:
-    """Copy the bytes, keeping holes, at up to `mib_s` MiB/s of the whole size (0: at full speed).
+    """Copy a file, keeping its holes. The speed is at most `mib_s` MiB/s for the whole size, or unlimited if `mib_s` is 0.
 
-    `charged_to`: charge this process's control group; None: charge ours.
+    The memory is charged to the control group of the process `charged_to`, or to our own group if that is None.
     """
     began, chunk = time.monotonic(), _CHUNK
     if mib_s:
@@ -262,7 +263,7 @@ def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int 
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield where data begins and ends. Looks for each hole once: the search visits every page before it."""
+    """Yield the begin and end of each stretch of data. Look for each hole only once, because the search visits every page before it."""
     hole = 0
     while hole < size:
         try:
@@ -270,7 +271,7 @@ def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            return  # only a hole is left
+            return  # the rest of the file is a hole
         if start >= size:
             return
         hole = min(size, os.lseek(descriptor, start, os.SEEK_HOLE))

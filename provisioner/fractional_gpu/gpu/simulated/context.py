@@ -1,8 +1,8 @@
-"""A simulated process: its gate, context and allocations. Standard library only.
+"""A simulated process: its gate, context and allocations. This module uses only the standard library.
 
-Contexts and allocations on a device never exceed its memory: each is admitted in the transaction that records it. Before refusing one,
-the process releases dead processes' memory. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all processes of its lease
-(JUPYTER_GPU_LEASE) on the device. An allocation that the machine could not back with real bytes is refused at once.
+The contexts and allocations on a device never exceed its memory, because each is admitted in the transaction that records it. Before
+refusing an allocation, the process releases the memory of dead processes. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all other
+processes of its lease (JUPYTER_GPU_LEASE) on the device. An allocation is also refused if the machine has too little real memory for it.
 """
 
 import fcntl
@@ -40,9 +40,10 @@ from fractional_gpu.gpu.simulated.processes import (
 )
 from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 
-# The gate: a call in flight holds a shared lock on the gate's file. A lock operation first sets the byte to WANTED, so that no new call
-# begins, then waits for the exclusive lock. The kernel drops a killed process's lock. A file lock has no count, so the threads inside
-# are counted here; if an interrupt skips a thread's countdown, its next call corrects the count.
+# The gate: while calls are in flight, the process holds a shared lock on the gate's file. A lock operation first sets the byte to WANTED,
+# so that no new call begins, and then waits for the exclusive lock. The kernel releases the lock of a killed process. A file lock has no
+# counter, so this class keeps the set of threads that are inside a call. If an interrupt prevents a thread from leaving the set, the end of
+# its next call removes it.
 
 
 _FIRST_POLL_S: Final = 0.001
@@ -56,11 +57,11 @@ class SimulatedCudaError(RuntimeError):
 
 
 class SimulatedOutOfMemory(SimulatedCudaError, MemoryError):  # noqa: N818 (named as the frameworks name theirs)
-    """The device, the process's cap or the host has no memory left; the message says which."""
+    """The device, the process's cap or the host has no memory left. The message says which."""
 
 
 class Gate:
-    """The calling process's side of its gate file."""
+    """The gate of the calling process, as seen by that process."""
 
     def __init__(self, store: Store, key: str, *, uninterruptible: bool) -> None:
         self._store = store
@@ -68,13 +69,13 @@ class Gate:
         self._uninterruptible = uninterruptible
         self._file = os.open(store.process_folder(key) / "gate", os.O_RDONLY | os.O_CLOEXEC)
         self._mutex = threading.Lock()
-        self._inside: set[int] = set()  # threads with a call in flight; if there are any, we hold the file lock
+        self._inside: set[int] = set()  # threads with a call in flight; while there are any, we hold the file lock
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Make a call; waits while the process is locked or checkpointed. Do not nest in a thread.
+        """Make a call during the block. Wait first while the process is locked or checkpointed. A thread must not nest calls.
 
-        Raises SimulatedCudaError if the process failed, or KeyboardInterrupt while waiting in the main thread.
+        Raises SimulatedCudaError if the process has failed, and KeyboardInterrupt if the wait in the main thread is interrupted.
         """
         thread = threading.get_ident()
         try:
@@ -85,7 +86,7 @@ class Gate:
                     raise _interrupted() from None
             yield
         finally:
-            # An interrupt can come right as `_leave` begins. A lock left behind would block every suspend: leave again.
+            # An interrupt can arrive just as `_leave` begins. A lock that is left behind would block every suspend, so leave again.
             try:
                 self._leave(thread)
             except KeyboardInterrupt:
@@ -94,7 +95,7 @@ class Gate:
 
     @contextmanager
     def call_now(self) -> Iterator[bool]:
-        """Make a call only if it need not wait. For finalizers, which may run during another call."""
+        """Make a call only if it need not wait. This is for finalizers, which may run during another call."""
         thread = threading.get_ident()
         if self._mutex.locked() or thread in self._inside:
             yield False
@@ -116,7 +117,7 @@ class Gate:
                     fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return False
-                # Look again under the lock: someone may have closed the gate and released the lock in between.
+                # Look again under the lock, because another process may have closed the gate and released the lock in between.
                 if os.pread(self._file, 1, 0) != OPEN:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
                     return False
@@ -157,7 +158,7 @@ class Gate:
             pause = min(_LAST_POLL_S, pause * 1.5)
 
     def _look(self) -> None:
-        """Raise if the process failed; undo a lock operation if its process died."""
+        """Raise an error if this process has failed. Undo a lock operation if the process that performs it has died."""
         _living(self._store, self._key)
         if os.pread(self._file, 1, 0) == WANTED:
             settle_if_abandoned(self._store, self._key)
@@ -173,16 +174,16 @@ def _living(store: Store, key: str) -> Process:
 
 
 def _interrupted() -> KeyboardInterrupt:
-    """Return a KeyboardInterrupt that IPython shows as one sentence, without this module's stack."""
+    """Return a KeyboardInterrupt that IPython shows as one sentence, without a traceback of this module."""
     error = KeyboardInterrupt("interrupted while it waited for the GPU; the cell ended at this call")
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # type: ignore[attr-defined]
     return error
 
 
 def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
-    """Hold new calls and wait for those in flight; on False the gate stays open. The caller holds the operation lock.
+    """Hold new calls and wait for the calls in flight. Return whether the gate is shut; if not, it stays open.
 
-    Raises FileNotFoundError if the process was reaped.
+    The caller must hold the operation lock. Raises FileNotFoundError if the process was reaped.
     """
     folder = store.process_folder(key)
     shut = False
@@ -191,7 +192,7 @@ def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
             write_gate(folder, WANTED)
             shut = lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
         finally:
-            # The byte first: closing the descriptor releases the file lock.
+            # Write the byte first, because closing the descriptor releases the file lock.
             if shut:
                 write_gate(folder, CLOSED)
             else:
@@ -208,7 +209,7 @@ class _NoRoom(Exception):  # noqa: N818 (a signal between two functions here: re
 
 
 def memory_cap_bytes() -> int | None:
-    """Return this process tree's current cap, which may grow during the run."""
+    """Return the current memory cap of this process tree, in bytes. The cap may grow while the process runs."""
     text = os.environ.get("JUPYTER_GPU_MEMORY_MIB", "")
     if not text:
         return None
@@ -263,7 +264,7 @@ class Context:
             if isinstance(error, SimulatedHostError):
                 raise SimulatedCudaError(str(error)) from error
             raise
-        self.discarded: deque[int] = deque()  # allocations whose buffers were collected while the gate was shut
+        self.discarded: deque[int] = deque()  # allocations whose buffers were garbage-collected while the gate was shut
 
     def _begin(self, db: sqlite3.Connection, device: Device, context_bytes: int) -> None:
         db.execute(
@@ -274,7 +275,7 @@ class Context:
         folder = self.folder
         folder.mkdir(mode=0o700)
         if self.store.shared:
-            folder.chmod(0o711)  # others find this process's use in the file of this name
+            folder.chmod(0o711)  # other users' processes read this process's load file
         (folder / "operation").touch(mode=0o600)
         (folder / "gate").touch(mode=0o600)
         (folder / "gate").write_bytes(OPEN)
@@ -289,13 +290,13 @@ class Context:
         return self.store.device(_living(self.store, self.key).device)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return the device's free and total bytes, regardless of the process's own cap."""
+        """Return the free and total memory of the device in bytes. This ignores the process's own cap."""
         device = self.device()
         total = device.memory_mib * MIB
         return total - int(self.store.query(HELD, device.device_id)[0][0]), total
 
     def allocate(self, n_bytes: int) -> int:
-        """Return the new allocation's number. Raises SimulatedOutOfMemory. Call inside the gate."""
+        """Allocate memory and return the allocation's number. Raises SimulatedOutOfMemory. Use this only inside the gate."""
         self._check_host(n_bytes)
         added = 0
 
@@ -319,7 +320,7 @@ class Context:
         return added
 
     def free(self, numbers: list[int]) -> None:
-        """Free an allocation. Does nothing if it is already free. Call inside the gate."""
+        """Free these allocations. Those that are already free are ignored. Use this only inside the gate."""
         for number in numbers:
             with self.store.transaction() as db:
                 row = db.execute(
@@ -339,9 +340,10 @@ class Context:
 
     @contextmanager
     def working(self, seconds: float | None = None, milli: int = WHOLE) -> Iterator[Piece]:
-        """Count as working on the device during the block. Call inside the gate.
+        """Count this process as working on the device during the block. Use this only inside the gate.
 
-        `seconds`: how long it takes alone, if known; `milli`: thousandths of the device it uses.
+        `seconds` is how long the work takes when no other work slows it down, or None if unknown. `milli` is the part of the device that
+        the work uses, in thousandths.
         """
         piece = self.load.begin(seconds, milli, _living(self.store, self.key).device)
         try:
@@ -353,14 +355,14 @@ class Context:
         self.load.share_again(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
-        """Release everything, unless an operation is moving the process (then another process reaps it later)."""
+        """Release the context and all memory. If an operation is moving the process, another process does this later (see `reap`)."""
         try:
-            self.load.close()  # before it is booked
+            self.load.close()  # before `forget` records the use
             with operation_lock(self.folder) as mine:
                 if mine:
                     forget(self.store, [self.key])
         except FileNotFoundError:
-            return  # the host was removed, and this context with it
+            return  # the host was removed together with this context
         finally:
             self.gate.close()
             self.store.close()
@@ -413,11 +415,11 @@ class Context:
 
     def _check_host(self, n_bytes: int) -> None:
         available = self.store.available_bytes()
-        # First a quick, overcautious check, since every allocation makes it.
+        # Make a quick and overcautious check first, because this runs at every allocation.
         if n_bytes + int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM processes")[0][0]) <= available:
             return
         declared = int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM allocations")[0][0])
-        # Files have holes until they are written: only declared bytes that are not yet written need room.
+        # Files have holes until they are written, so only the bytes that are not yet written need room.
         written = sum(file.stat().st_blocks * 512 for file in self.store.memory.glob("*/*.device"))
         if n_bytes + max(0, declared - written) > available:
             raise SimulatedOutOfMemory(

@@ -1,4 +1,4 @@
-"""A small CUDA-like API on the simulated GPU, for notebooks. Standard library only.
+"""A small CUDA-like API on the simulated GPU, for notebooks. It uses only the standard library.
 
 from fractional_gpu.gpu.simulated import cuda
 with cuda.allocate(64 << 20) as buffer:
@@ -6,10 +6,10 @@ with cuda.allocate(64 << 20) as buffer:
     cuda.launch(0.5, utilisation=0.3)
     print(buffer.read(6), cuda.memory_info())
 
-The first use creates the process's context, on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child has
-its own, and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed; KeyboardInterrupt ends the
-wait in the main thread, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1 (as if blocked in the driver). Calls raise SimulatedCudaError
-if the device or the process failed, SimulatedOutOfMemory if there is no room.
+The first use creates the process's context on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child has its
+own context and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed. KeyboardInterrupt ends the
+wait in the main thread, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE is 1, which imitates a thread that is blocked in the driver. Calls
+raise SimulatedCudaError if the device or the process has failed, and SimulatedOutOfMemory if there is not enough memory.
 """
 
 import atexit
@@ -44,12 +44,12 @@ _SLICE_S: Final = 0.05
 
 _lock = threading.Lock()
 _context: Context | None = None
-# Contexts of the parent process: after a fork we may not even close its open database.
+# The contexts of the parent process. After a fork we must not even close their databases.
 _parents: list[Context] = []
 
 
 class Buffer:
-    """Device memory of this process; free it with `free`, `with`, or by dropping the last reference."""
+    """Device memory of this process. It is freed by `free`, at the end of a `with` block, or with the last reference to it."""
 
     def __init__(self, context: Context, number: int, n_bytes: int) -> None:
         self._context = context
@@ -71,22 +71,22 @@ class Buffer:
     def __del__(self) -> None:
         context, number = self._context, self._number
         if number is None or context is not _context:
-            return  # freed, or its context ended, or it is the parent process's
-        # Never wait: garbage collection may run at any point, even during another call.
+            return  # already freed, or the context has ended, or the buffer belongs to the parent process
+        # Never wait, because garbage collection may run at any point, even during another call.
         context.discarded.append(number)
         with context.gate.call_now() as inside:
             if inside and context.store.free_for_finalizer():
                 context.free_discarded()
 
     def write(self, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Copy `data` (anything with the buffer protocol) to the device. Raises ValueError if it does not fit."""
+        """Copy `data`, which must support the buffer protocol, to the device. Raises ValueError if it does not fit."""
         view = memoryview(data).cast("B")
         self._check_range(len(view), offset)
         with self._mine().gate.call():
             self._write(view, offset)
 
     def read(self, n_bytes: int | None = None, offset: int = 0) -> bytes:
-        """Copy `n_bytes` (default: all from `offset`) from the device. Raises ValueError beyond the buffer."""
+        """Copy bytes from the device. By default, copy everything after `offset`. Raises ValueError if the range exceeds the buffer."""
         length = self.n_bytes - offset if n_bytes is None else n_bytes
         self._check_range(length, offset)
         with self._mine().gate.call(), self._path().open("rb") as file:
@@ -149,19 +149,19 @@ class Buffer:
 
 
 def is_available() -> bool:
-    """Return whether this process is bound to a simulated device (reads the environment only; creates no context)."""
+    """Return whether this process is bound to a simulated device. This only reads the environment and creates no context."""
     return bool(os.environ.get("JUPYTER_GPU_SIMULATED_DIR") and os.environ.get("JUPYTER_GPU_SIMULATED_DEVICE"))
 
 
 def device() -> Device:
-    """Return the device the process is on now; a resume may have moved it."""
+    """Return the device that the process currently uses. A resume may move the process to another one."""
     context = _current()
     with context.gate.call():
         return context.device()
 
 
 def allocate(n_bytes: int) -> Buffer:
-    """Allocate device memory, zeroed. Raises SimulatedOutOfMemory, naming what is full: device, cap or machine."""
+    """Allocate zeroed device memory. Raises SimulatedOutOfMemory, whose message says whether the device, the cap or the machine is full."""
     if not isinstance(n_bytes, int) or isinstance(n_bytes, bool) or n_bytes < 1:
         raise ValueError(f"cannot allocate {n_bytes!r} bytes; give a whole number, 1 or more")
     context = _current()
@@ -171,10 +171,10 @@ def allocate(n_bytes: int) -> Buffer:
 
 
 def launch(seconds: float, utilisation: float = 1.0) -> None:
-    """Keep the device busy and wait: for `seconds` if nothing else runs there, longer next to other work.
+    """Keep the device busy and wait for the work to end. This takes `seconds`, or longer if other work slows it down.
 
-    `utilisation` is the fraction of the device that the work uses. Work that together uses more than the device slows down (`load`). The
-    process cannot be locked before its work is done.
+    `utilisation` is the fraction of the device that the work uses. If the fractions of all work on a device add up to more than 1, all of
+    it slows down (see `load`). The process cannot be locked before its work has ended.
     """
     if not seconds >= 0:
         raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")
@@ -190,7 +190,7 @@ def launch(seconds: float, utilisation: float = 1.0) -> None:
 
 
 def memory_info() -> tuple[int, int]:
-    """Return (free, total) bytes of the device, as CUDA does: all processes' use counts, this process's cap does not."""
+    """Return the free and total bytes of the device. As in CUDA, the use by all processes counts, and this process's cap is ignored."""
     context = _current()
     with context.gate.call():
         context.free_discarded()

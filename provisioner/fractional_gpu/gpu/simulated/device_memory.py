@@ -1,9 +1,10 @@
-"""Charges a shared host's bytes to control groups: device memory to the host's, saved memory to the process's job.
+"""Charges the memory of a shared host to control groups: device memory to the host's group, and saved memory to the group of the process.
 
-The kernel charges a memory file's pages to the group that first touches them. That would be the wrong one: the notebook fills its device
-memory, root's worker writes the saved copy. So an allocating process sends the file's descriptor to a thread of the broker, which
-reserves the pages (if it does not answer, the process is charged). Before a save, a helper in the process's group reserves the copy's
-pages: if the group has no room, the kernel kills the helper, and the process stays as it was. `reserve` needs only the standard library.
+The kernel charges the pages of a file in memory to the group that first touches them. This would be the wrong group, because the notebook
+fills its device memory and root's worker writes the saved copy. Therefore, a process that allocates device memory sends the descriptor of
+the file to a thread of the broker, which reserves the pages. If the thread does not answer, the process is charged. Before a save, a helper
+in the control group of the process reserves the pages of the copy. If the group has no room, the kernel kills the helper, and the process
+is unchanged. `reserve` needs only the standard library.
 """
 
 import errno
@@ -29,7 +30,7 @@ _PAUSE_S: Final = 0.5  # when no descriptor is free
 
 
 def reserve(directory: Path, path: Path) -> None:
-    """Charge a file of this process's device memory to the host, if a server answers. Raises OSError if full."""
+    """Charge a file with device memory of this process to the host, if a server answers. Raises OSError if there is no room."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_ANSWER_S)
         try:
@@ -41,7 +42,7 @@ def reserve(directory: Path, path: Path) -> None:
             socket.send_fds(peer, [b"r"], [file])
             answer = peer.recv(_MOST_ERROR)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the server ended in between
+            return  # the server has ended in the meantime
         finally:
             os.close(file)
     if answer and answer != _DONE:
@@ -49,10 +50,10 @@ def reserve(directory: Path, path: Path) -> None:
 
 
 class DeviceMemoryServer:
-    """Reserves device memory for a shared host's users, in threads. Trusts no client: accepts only the peer's own plain files."""
+    """Reserves device memory for the users of a shared host, in threads. It trusts no client and accepts only regular files of the peer."""
 
     def __init__(self, directory: Path) -> None:
-        # Open while the service runs: users cannot create the files that SQLite needs next to an open database.
+        # The store stays open while the service runs: users cannot create the files that SQLite needs next to an open database.
         self._store = Store(directory)
         self._most = max((device.memory_mib for device in self._store.devices()), default=0) * MIB
         self._device = directory.stat().st_dev
@@ -78,7 +79,7 @@ class DeviceMemoryServer:
         self._store.close()
 
     def _serve(self) -> None:
-        # A waiting `accept` would hold a descriptor, and failing for lack of one must not end this service.
+        # Poll first, because a blocking `accept` would hold a descriptor. A lack of descriptors must not end this service.
         ready = select.poll()
         ready.register(self._listener, select.POLLIN)
         while not self._ended.is_set():
@@ -89,7 +90,7 @@ class DeviceMemoryServer:
                 continue  # the peer has gone
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    return  # it was shut down
+                    return  # the listener was shut down
                 self._ended.wait(_PAUSE_S)
                 continue
             if self._free.acquire(blocking=False):
@@ -99,7 +100,7 @@ class DeviceMemoryServer:
 
     def _answer(self, peer: socket.socket) -> None:
         try:
-            with peer, suppress(OSError):  # the peer went away
+            with peer, suppress(OSError):  # the peer has closed the connection
                 peer.settimeout(_REQUEST_S)
                 _, files, _, _ = socket.recv_fds(peer, 1, 1)
                 try:
@@ -135,11 +136,11 @@ for part in sys.argv[3:]:
     start, end = map(int, part.split("-"))
     os.posix_fallocate(int(sys.argv[2]), start, end - start)
 """
-_MOST_PARTS: Final = 1000  # extents per command line; beyond that, join them
+_MOST_PARTS: Final = 1000  # extents on one command line; if there are more, they are joined
 
 
 def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
-    """Reserve parts of a file, charged to the process's control group. Raises OSError if the group has no room."""
+    """Reserve parts of a file and charge them to the control group of the process. Raises OSError if the group has no room."""
     import subprocess  # noqa: PLC0415 - notebooks import this module
     import sys  # noqa: PLC0415
 
@@ -163,7 +164,7 @@ def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
 
 def _memory_group(pid: int) -> Path | None:
     groups = memory_groups(pid)
-    for version in (1, 2):  # if version 1 has the memory controller, version 2 does not
+    for version in (1, 2):  # the memory controller is in only one of them, so look in version 1 first
         if folders := groups.get(version):
             return folders[0]
     return None

@@ -1,9 +1,12 @@
 """Faults to inject into the simulated hardware: which operations fail, how often and for which process.
 
-A fault affects one operation (lock, checkpoint, restore, unlock, state) of one process or of any, `times` times (None: until it is
-removed). If several match, the oldest strikes. `fail:CODE` raises that error and does nothing; `slow:MS` waits before the operation,
-`late:MS` after it; `lie` (`lie:STATE` for state) succeeds and does nothing; `hang` waits before it, and plain `late` after it, until the
-fault is removed.
+A fault affects one operation (lock, checkpoint, restore, unlock or state) on one process or on any process. It takes effect `times` times,
+or until it is removed if `times` is None. If several faults match, the oldest one takes effect. The faults are:
+
+- `fail:CODE` raises this error instead of performing the operation;
+- `slow:MS` waits before the operation, and `late:MS` waits after it;
+- `hang` waits before the operation, and `late` after it, until the fault is removed;
+- `lie` reports success without performing the operation; for the operation `state`, `lie:STATE` returns this state.
 """
 
 import time

@@ -1,7 +1,8 @@
-"""Creates and changes simulated hosts: devices, settings, lost devices. For brokers, commands and tests.
+"""Creates and changes simulated hosts: their devices, settings and lost devices. Brokers, commands and tests use this.
 
-Devices can be replaced only while no process uses the host. All users can write a shared host's database and memory folder; each process's
-folder is its user's. When a device is lost, its processes fail and their device memory is gone; saved memory stays.
+Devices can be replaced only while no process uses the host. All users can write to the database and the memory folder of a shared host, but
+the folder of each process belongs to its user. When a device is lost, its processes fail and their device memory is lost, but saved memory
+is kept.
 """
 
 import os
@@ -38,7 +39,7 @@ class SimulatedHost:
 
 
 def parse_devices(text: str) -> list[int]:
-    """Return the MiB of each device from `2x80GiB`, `80GiB` or `2x80GiB,1x40GiB`. Raises SimulatedHostError."""
+    """Parse `2x80GiB`, `80GiB` or `2x80GiB,1x40GiB`, and return the memory of each device in MiB. Raises SimulatedHostError."""
     sizes: list[int] = []
     for part in text.split(","):
         match = _DEVICES.fullmatch(part)
@@ -53,9 +54,10 @@ def parse_devices(text: str) -> list[int]:
 
 
 def choose_directory(name: str) -> Path:
-    """Return the folder for a host of this name: in memory if 1 GiB is free, else in the temporary folder.
+    """Return the folder for a host with this name: in memory if 1 GiB is free there, otherwise in the temporary folder.
 
-    A name keeps its folder while the folder exists. `name` may have letters, digits, `-`, `_` and `.`.
+    If a folder for this name exists, it is used again. `name` may contain letters, digits, `-`, `_` and `.`. Raises SimulatedHostError for
+    other names.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
         raise SimulatedHostError(
@@ -74,10 +76,11 @@ def choose_directory(name: str) -> Path:
 
 
 def create(directory: str | Path, devices: str, *, shared: bool = False) -> SimulatedHost:
-    """Create a simulated host, or open an existing one. `devices` as for `parse_devices`.
+    """Create a simulated host, or open an existing one. `devices` has the form that `parse_devices` accepts.
 
-    `shared`: other users' processes use it too; then it belongs to root, who alone checkpoints and cleans up. Raises SimulatedHostError
-    for invalid devices, a folder that other users may write to, or if processes use a host with other devices.
+    If `shared`, processes of other users can use the host, too. It then belongs to root, and only root checkpoints processes and cleans up.
+    Raises SimulatedHostError if the devices are invalid, if other users may write to the folder, or if the host has other devices that
+    processes are using.
     """
     sizes = parse_devices(devices)
     path = Path(directory).absolute()
@@ -94,7 +97,7 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
             db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (str(VERSION),))
             present = [row[0] for row in db.execute("SELECT memory_mib FROM devices ORDER BY idx")]
             living = [row[0] for row in db.execute("SELECT pid FROM processes")]
-            # Live processes' keys are for its current pid namespace.
+            # The keys of live processes are valid in the recorded pid namespace, so keep that.
             verb = "INSERT OR IGNORE" if living else "INSERT OR REPLACE"
             db.execute(verb + " INTO meta VALUES ('namespace', ?)", (own_namespace(),))
             if present != sizes:
@@ -111,7 +114,7 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
 
 
 def destroy(directory: str | Path) -> None:
-    """Delete the host. Raises SimulatedHostError while processes use it."""
+    """Delete the host. Raises SimulatedHostError if processes are using it."""
     with closing(Store(directory)) as store:
         reap(store)
         if living := processes_of(store):
@@ -126,7 +129,7 @@ def destroy(directory: str | Path) -> None:
 
 
 def lose_device(directory: str | Path, device_id: str) -> None:
-    """Make the device fall off the bus: it loses its memory, and its processes have failed for good."""
+    """Make the device fall off the bus. It loses its memory, and its processes fail permanently."""
     fatal = f"the simulated device {device_id} was lost, and with it this process's memory: restart the kernel"
     with closing(Store(directory)) as store:
         store.device(device_id)
@@ -135,13 +138,13 @@ def lose_device(directory: str | Path, device_id: str) -> None:
             keys = [row[0] for row in db.execute(f"SELECT key FROM processes WHERE {ON_DEVICE}", (device_id,))]  # noqa: S608
             db.executemany("UPDATE processes SET phase='failed', fatal=? WHERE key=?", [(fatal, key) for key in keys])
         for key in keys:
-            # After the commit, so that a call that finds the gate closed also finds the reason.
+            # Close the gate after the commit, so that a call that finds the gate closed also finds the reason.
             with suppress(FileNotFoundError):
                 write_gate(store.process_folder(key), CLOSED)
 
 
 def return_device(directory: str | Path, device_id: str) -> None:
-    """Bring a lost device back, empty. Processes that failed with it stay failed."""
+    """Bring a lost device back with empty memory. Processes that failed when it was lost stay failed."""
     with closing(Store(directory)) as store:
         store.device(device_id)
         with store.transaction() as db:
@@ -149,7 +152,7 @@ def return_device(directory: str | Path, device_id: str) -> None:
 
 
 def _own(path: Path) -> None:
-    """Create the folder, or check that this user owns it: in a shared temporary folder, another user could have created it."""
+    """Create the folder, or check that this user owns it. In a shared temporary folder, another user could have created it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -162,7 +165,7 @@ def _own(path: Path) -> None:
 
 
 def _open_to_users(path: Path) -> None:
-    """Let all users write the folder and its database. SQLite gives its other files the database's mode."""
+    """Let all users read the folder and write to its database. SQLite creates its other files with the same mode as the database."""
     path.chmod(0o755)
     file = os.open(path / DATABASE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(file, 0o666)

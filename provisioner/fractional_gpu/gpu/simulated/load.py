@@ -1,10 +1,13 @@
-"""Work on the simulated devices: how much each process uses of its device, and how pieces of work slow each other down.
+"""Work on the simulated devices: how much of its device each process uses, and how pieces of work slow each other down.
 
-Pieces that together use at most the whole device do not slow each other down. Beyond that, a piece that uses u takes 1 - u + u * k times
-as long: only its work on the device is stretched. k makes the uses, each u / (1 - u + u * k), add up to the whole device, as in
-`core.time_slicing`, which a notebook cannot import. Each process publishes its pieces' use and a ring of running totals, like a driver's
-samples. The last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring. Published work whose end is
-past is over: its process was killed or stopped.
+Pieces of work that together use at most the whole device do not slow each other down. If they need more, a piece that uses the fraction u
+of the device takes 1 - u + u * k times as long, because only its work on the device takes longer. The factor k is chosen so that the slower
+pieces, each of which uses u / (1 - u + u * k), add up to the whole device. `core.time_slicing` does the same, but a notebook cannot import
+it.
+
+Each process publishes the use of its pieces and a ring buffer of running totals, which resemble a driver's samples. The last total is
+overwritten until it is `_STEP_NS` old, so that short pieces do not fill the buffer. If the published end of a piece is in the past, the
+piece has ended, because its process was killed or stopped.
 """
 
 import os
@@ -20,13 +23,13 @@ from fractional_gpu.gpu.simulated.processes import WORK, Process, users_of
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.host.clock import since_boot_ns
 
-WHOLE: Final = 1000  # a device, thousandths
+WHOLE: Final = 1000  # a whole device, in thousandths
 
-_LOAD: Final = "pieces"  # the file's earlier version, without single pieces' uses, had another name
+_LOAD: Final = "pieces"  # an earlier format of this file had another name
 _PIECES: Final = 32
-# Totals written, the current use when slowed down, and each piece's use alone, thousandths
+# The number of totals written, the current use of all pieces, and the use of each piece when it is not slowed down, in thousandths.
 _HEADER: Final = struct.Struct(f"<QQ{_PIECES}H")
-_TOTAL: Final = struct.Struct("<QQ")  # nanoseconds since boot, and whole-device nanoseconds used until then
+_TOTAL: Final = struct.Struct("<QQ")  # the time since boot, and the use of the whole device until then, in nanoseconds
 _TOTALS: Final = 256
 _STEP_NS: Final = 25_000_000
 _PRECISION: Final = 1e-6
@@ -35,11 +38,11 @@ _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A piece of work: its use of the device, thousandths, and how long it still takes alone (None: unknown)."""
+    """A piece of work."""
 
-    milli: int
-    left_ns: int | None
-    stretch_milli: int = WHOLE  # how much longer it takes now than alone
+    milli: int  # how much of the device it uses when it is not slowed down, in thousandths
+    left_ns: int | None  # how long it would still take if it were not slowed down; None if unknown
+    stretch_milli: int = WHOLE  # how much longer it takes than when it is not slowed down, in thousandths
 
     @property
     def left_s(self) -> float:
@@ -50,7 +53,7 @@ class Piece:
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
-        """Advance by `ns`; return the piece's use in that time, in whole-device nanoseconds."""
+        """Advance the piece by `ns` and return its use in that time, in nanoseconds of the whole device."""
         done_ns = ns * WHOLE // self.stretch_milli
         if self.left_ns is not None:
             done_ns = min(done_ns, self.left_ns)
@@ -60,12 +63,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _LoadRecord:
-    """Running totals in order, the pieces' use when alone, their current use together, and when that ends."""
+    """The published load of a process."""
 
-    totals: list[tuple[int, int]]
-    wants_milli: list[int]
-    rate_milli: int
-    end_ns: int
+    totals: list[tuple[int, int]]  # the running totals, oldest first
+    wants_milli: list[int]  # the use of each piece when it is not slowed down
+    rate_milli: int  # the current use of all pieces together
+    end_ns: int  # when the last piece ends
 
 
 class Load:
@@ -74,18 +77,18 @@ class Load:
         self._key = key
         self._folder = store.process_folder(key)
         self._file = os.open(self._folder / _LOAD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if store.shared:  # this process's work slows others' down
+        if store.shared:  # other users' processes read the file, because this work slows theirs down
             os.fchmod(self._file, 0o644)
         self._mutex = threading.Lock()
         self._pieces: list[Piece] = []
-        self._at_ns = since_boot_ns()  # everything up to here is counted
+        self._at_ns = since_boot_ns()  # use is counted up to this time
         self._used_ns = 0
-        self._number = 0  # of the current running total
+        self._number = 0  # the number of the current running total
         self._kept_ns = 0  # when the previous total was last written
         self._write(self._at_ns)
 
     def begin(self, seconds: float | None, milli: int, device_id: str) -> Piece:
-        """Begin a piece of work. `seconds`: how long it takes alone, if known. Always call `end`."""
+        """Begin a piece of work. `seconds` is how long it takes if it is not slowed down, or None if unknown. Always call `end` later."""
         with self._mutex:
             self._count()
             piece = Piece(milli, None if seconds is None else int(seconds * 1e9))
@@ -101,7 +104,7 @@ class Load:
     def end(self, piece: Piece) -> None:
         with self._mutex:
             self._count()
-            if piece in self._pieces:  # not after `close`
+            if piece in self._pieces:  # `close` may have removed it
                 self._pieces.remove(piece)
             self._publish()
 
@@ -153,9 +156,9 @@ class Load:
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
-    """Return the process's use of its device since `since_ns`, thousandths; 0 if it has ended.
+    """Return how much of its device the process has used since `since_ns`, in thousandths. Return 0 if the process has ended.
 
-    The time before the oldest total is unknown and left out.
+    The time before the oldest total is left out, because the use in that time is unknown.
     """
     found = _read(store, process)
     if found is None:
@@ -178,7 +181,7 @@ def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
 
 
 def common_stretch(wants_milli: list[int]) -> float:
-    """Find the factor k by which pieces on a device slow each other down, by bisection."""
+    """Use bisection to find the factor k by which the pieces on a device slow each other down."""
     low, high = 1.0, max(1.0, len(wants_milli))
     if sum(wants_milli) <= WHOLE:
         return low
@@ -192,7 +195,7 @@ def common_stretch(wants_milli: list[int]) -> float:
 
 
 def _read(store: Store, process: Process, *, totals: bool = True) -> _LoadRecord | None:
-    folder = f"{store.memory}/{process.key}"  # read often, for many processes: no Path for each
+    folder = f"{store.memory}/{process.key}"  # not a Path, because this runs often and for many processes
     try:
         end_ns = os.stat(f"{folder}/{WORK}").st_mtime_ns  # noqa: PTH116
         file = os.open(f"{folder}/{_LOAD}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -202,7 +205,7 @@ def _read(store: Store, process: Process, *, totals: bool = True) -> _LoadRecord
         data = os.read(file, _BYTES if totals else _HEADER.size)
     finally:
         os.close(file)
-    if len(data) < _HEADER.size:  # being created
+    if len(data) < _HEADER.size:  # the file is being created
         return None
     written = list(_TOTAL.iter_unpack(data[_HEADER.size : len(data) - (len(data) - _HEADER.size) % _TOTAL.size]))
     if totals and not written:

@@ -1,4 +1,4 @@
-"""Reads the simulated devices: the `Monitor` of the simulated host."""
+"""Reads the simulated devices. This is the `Monitor` for the simulated host."""
 
 import math
 import os
@@ -35,8 +35,8 @@ from fractional_gpu.host.clock import since_boot_us
 
 _SETTLE_US: Final = 100_000  # a thread begins its next piece of work within this time
 _RECENT_US: Final = 1_000_000
-_IDLE_MW: Final = 75_000  # a device's idle power; this and the next figure are roughly an H200's
-_PEAK_MW: Final = 700_000  # its power when fully used
+_IDLE_MW: Final = 75_000  # the power of an idle device; this and the next figure are roughly those of an H200
+_PEAK_MW: Final = 700_000  # the power of a fully used device
 _REAP_S: Final = 10.0
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
@@ -53,7 +53,7 @@ def open_store(directory: str | Path) -> Store:
 
 
 def translated(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Turn an error of the host's folder into the driver's OPERATING_SYSTEM."""
+    """Convert errors from the host's folder to the driver's error OPERATING_SYSTEM."""
 
     @wraps(function)
     def call(*arguments: _P.args, **named: _P.kwargs) -> _Result:
@@ -99,8 +99,8 @@ class SimulatedMonitor:
         now_us = since_boot_us()
         worked_us = {}
         for process in users_of(self._store, device_id):
-            with suppress(FileNotFoundError):  # it ended
-                # Read every second for many processes: no Path for each.
+            with suppress(FileNotFoundError):  # the process has ended
+                # Use no Path, because this runs every second for many processes.
                 work = os.stat(f"{self._store.memory}/{process.key}/{WORK}")  # noqa: PTH116
                 until_us = work.st_mtime_ns // 1000
                 if since_us < until_us:
@@ -121,9 +121,9 @@ class SimulatedMonitor:
 
     @translated
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return the last second's use, the power, and the energy since this monitor was opened; no temperature.
+        """Return the use in the last second, the power, and the energy since this monitor was opened. Raises GPUError.
 
-        Energy is counted when read: what a process uses between the last reading and its end is left out. Raises GPUError.
+        Energy is added up at each reading, so the energy that a process uses between the last reading and its end is missing.
         """
         self._check(device_id)
         now_us = since_boot_us()
@@ -168,7 +168,7 @@ class SimulatedMonitor:
         )
 
     def _reap(self, holding: list[Process]) -> bool:
-        """Reap dead processes if one of these is dead, and at least every 10 s; return whether it did."""
+        """Reap dead processes if one of these is dead, and at least every 10 s. Return whether processes were reaped."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
         if due or any(is_dead(self._store, process.key, _recorded_pid(process.key)) for process in holding):

@@ -1,10 +1,12 @@
-"""Processes of the simulated host: which are alive, their memory, and the clean-up after dead ones.
+"""The processes of the simulated host: which are alive, where their memory is, and how to clean up after dead ones.
 
-A process's key is pid, start time and boot; a zombie is dead. In a separate pid namespace a process knows only its inner pid, so its key
-names the namespace, and only processes that can see it judge whether it is dead. `phase` says where its bytes are: `device`; `saving` and
-`saved`; `restoring`; `failed`. A move commits after its last byte, so resetting the phase undoes a killed move, without copying. While
-`saving`, the device still counts the bytes; while `restoring`, the target already does. The next reader records what dead processes used,
-deletes their rows and moves their folders aside, in one transaction.
+The key of a process consists of its pid, start time and boot id. A zombie counts as dead. In a separate pid namespace a process knows only
+its inner pid, so its key also names the namespace, and only processes that can see it decide whether it is dead.
+
+The phase of a process says where its bytes are: `device`, `saving`, `saved`, `restoring` or `failed`. A move is committed after its last
+byte, so to undo a move that was killed, only the phase is reset and no bytes are copied. While a process is `saving`, its bytes still count
+on the device. While it is `restoring`, they already count on the target. The next reader deletes the rows of dead processes and moves their
+folders aside, in one transaction.
 """
 
 import fcntl
@@ -22,18 +24,18 @@ from typing import Final
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store, own_namespace
 from fractional_gpu.host.process import boot_id, parse_stat, read_file, read_of, read_stat
 
-OPEN: Final = b"O"  # calls pass
+OPEN: Final = b"O"  # calls may pass
 WORK: Final = (
     "work"  # a file of the process; its modification time says when its work on the device ends or ended, since boot
 )
-WANTED: Final = b"W"  # a lock waits for calls in flight; new calls are held
-CLOSED: Final = b"C"  # locked, checkpointed or failed: held calls read why
-# With one plain placeholder: Python 3.14 takes no sequence for numbered ones.
+WANTED: Final = b"W"  # a lock operation waits for calls in flight, and new calls are held
+CLOSED: Final = b"C"  # locked, checkpointed or failed; held calls read the reason
+# This has only one placeholder, because Python 3.14 does not accept a sequence for numbered ones.
 ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN phase = 'restoring' THEN target END"
 
 _POLL_S: Final = 0.002
 _WITHIN: Final = "@"
-_visible: dict[str, int] = {}  # pids here of processes in other pid namespaces, by key
+_visible: dict[str, int] = {}  # our pids of processes in other pid namespaces, by key
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,13 @@ def is_dead(store: Store, key: str, pid: int) -> bool:
     if (within or home) != own:
         return own == home and visible_pid(key, pid) == 0
     if _shown_as() != os.getpid():
-        return False  # /proc is another namespace's: there these pids are other processes
+        return False  # /proc belongs to another namespace, where other processes have these pids
     found = current_key(pid)
     return found is None or found != key.partition(_WITHIN)[0]
 
 
 def visible_pid(key: str, pid: int) -> int:
-    """Return a recorded process's pid in our /proc, or 0 if we cannot see its namespace."""
+    """Return the pid that our /proc shows for a recorded process, or 0 if we cannot see the process's namespace."""
     if key.partition(_WITHIN)[2] in ("", own_namespace()):
         return pid
     known = _visible.get(key)
@@ -110,7 +112,7 @@ def visible_pid(key: str, pid: int) -> int:
 
 
 def _namespace(pid: int) -> str:
-    """Return the name of a process's pid namespace, or of ours if it cannot be read."""
+    """Return the name of the process's pid namespace, or of our own if the process's namespace cannot be read."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")[5:-1]  # noqa: PTH115
     except OSError:
@@ -144,15 +146,16 @@ def users_of(store: Store, device_id: str) -> list[Process]:
 
 
 def open_file(folder: Path, name: str, flags: int) -> int:
-    """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError if the process was reaped.
+    """Open a file in a process's folder. A new file gets mode 0600. Raises FileNotFoundError if the process was reaped.
 
-    The other process controls the folder, and we may be root: follow no link, and raise PermissionError unless the file is plain, has one
-    name, and belongs to the folder's owner or this user. Do not pass flags that change the file at once (O_TRUNC).
+    The process controls the folder, and we may be root. Therefore, this follows no links, and raises PermissionError unless the file is a
+    regular file with only one name that belongs to the folder's owner or this user. Do not pass flags that change the file immediately,
+    such as O_TRUNC.
     """
     there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         owner = os.fstat(there).st_uid
-        # Relative to the opened folder: the process may replace the path with a link at any moment.
+        # Open the file relative to the opened folder, because the process may replace the path with a link at any moment.
         file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=there)
     finally:
         os.close(there)
@@ -191,7 +194,7 @@ def _remove(folder: Path, names: list[str]) -> None:
 
 
 def _empty(folder: Path, names: list[str]) -> None:
-    """Free these files' memory; the files stay, since the next restore writes into them."""
+    """Free the memory of these files, but keep the files, because the next restore writes into them."""
     for name in names:
         with opened(folder, name, os.O_WRONLY) as file:
             os.ftruncate(file, 0)
@@ -203,25 +206,25 @@ def read_gate(folder: Path) -> bytes:
 
 
 def write_gate(folder: Path, value: bytes) -> None:
-    """Write in place: calls in flight lock the file. Raises FileNotFoundError."""
+    """Write the gate's byte in place, because calls in flight hold a lock on the file. Raises FileNotFoundError."""
     with opened(folder, "gate", os.O_WRONLY) as descriptor:
         os.pwrite(descriptor, value, 0)
 
 
 def open_gate(store: Store, key: str) -> None:
-    """Let calls pass. The caller holds the operation lock. Raises FileNotFoundError."""
+    """Let calls pass. The caller must hold the operation lock. Raises FileNotFoundError."""
     folder = store.process_folder(key)
     write_gate(folder, OPEN)
     process = find_process(store, key)
     if process is not None and process.phase == "failed":
-        write_gate(folder, CLOSED)  # its device has been lost: calls must read the reason
+        write_gate(folder, CLOSED)  # the device was lost, and calls must read the reason
 
 
 @contextmanager
 def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
-    """Hold the lock on a process's checkpoint state; yields False if another operation holds it for `timeout_s`.
+    """Hold the lock on a process's checkpoint state during the block. Yield False if another operation holds it for `timeout_s`.
 
-    Raises FileNotFoundError if the process was reaped. The kernel releases the lock when the holder dies.
+    Raises FileNotFoundError if the process was reaped. The kernel releases the lock when its holder dies.
     """
     with opened(folder, "operation", os.O_RDONLY) as descriptor:
         yield lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
@@ -241,9 +244,9 @@ def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
 
 
 def settle(store: Store, key: str) -> None:
-    """Undo a killed operation. The caller holds the operation lock, so the operation's process is dead."""
+    """Undo an operation that was killed. The caller must hold the operation lock, which proves that no operation is running."""
     folder = store.process_folder(key)
-    # First the phase, then the files: a kill in between leaves copies for a later `settle` to remove, never a phase without its bytes.
+    # Change the phase before the files. A kill in between leaves copies that a later `settle` removes, but never a phase without its bytes.
     with store.transaction() as db:
         db.execute("UPDATE processes SET phase='device' WHERE key=? AND phase='saving'", (key,))
         db.execute("UPDATE processes SET phase='saved', target=NULL WHERE key=? AND phase='restoring'", (key,))
@@ -269,7 +272,7 @@ def forget(store: Store, keys: list[str]) -> None:
         for key in keys:
             db.execute("DELETE FROM allocations WHERE process=?", (key,))
             db.execute("DELETE FROM processes WHERE key=?", (key,))
-        # Folders are made in the transaction that records their owner, so a folder without a row has none.
+        # A folder is created in the transaction that records its process, so a folder without a row has no process.
         known = {row[0] for row in db.execute("SELECT key FROM processes")}
         for folder in store.memory.iterdir():
             if folder.name not in known and store.may_tidy(folder):
@@ -278,18 +281,18 @@ def forget(store: Store, keys: list[str]) -> None:
 
 
 def empty_trash(store: Store) -> None:
-    """Delete the folders that `forget` moved aside, without following links. Safe in several processes at once."""
+    """Delete the folders that `forget` moved aside, without following links. Several processes may do this at the same time."""
     for entry in store.trash.iterdir():
         if store.may_tidy(entry):
             with suppress(FileNotFoundError):
                 if entry.is_symlink() or not entry.is_dir():
                     entry.unlink()
                 else:
-                    shutil.rmtree(entry, ignore_errors=True)  # follows no link
+                    shutil.rmtree(entry, ignore_errors=True)  # this follows no links
 
 
 def reap(store: Store) -> None:
-    # Root may release any process's memory, others their own; if the folder is gone, only root may.
+    # Root may release the memory of any process, and other users that of their own. If the folder is gone, only root may do so.
     everything = os.geteuid() == 0 or not store.shared
     recorded = store.query("SELECT key, pid FROM processes")
     dead = [
@@ -297,7 +300,7 @@ def reap(store: Store) -> None:
         for key, pid in recorded
         if is_dead(store, key, pid) and (everything or store.may_tidy(store.process_folder(key)))
     ]
-    # Listed before the rows are read again inside the transaction of `forget`, which decides.
+    # This list is preliminary: `forget` reads the rows again in its transaction, and decides.
     known = {key for key, _ in recorded}
     orphans = [folder for folder in store.memory.iterdir() if folder.name not in known and store.may_tidy(folder)]
     if dead or orphans:

@@ -1,9 +1,9 @@
-"""A simulated host's folder and database; `processes` handles those in it. Standard library only: notebooks import it.
+"""The folder and the database of a simulated host. This module uses only the standard library, because notebooks import it.
 
-Everything that processes must agree on changes in one short transaction, which moves no bytes and never waits. A connection never
-crosses a fork (SQLite forbids it): the child opens its own. A shared host belongs to root. All users can write its database, which
-protects them from mistakes but not from attacks; only the owner and root can read memory. In a user's folder, root opens only that
-user's plain files (`processes.open_file`), and follows no link. Only root cleans up after others.
+All state that processes must agree on changes in one short transaction, which moves no bytes and never waits. A forked child opens its own
+database connection, because SQLite forbids sharing one. A shared host belongs to root. All users can write to its database, so it protects
+them from mistakes but not from attacks. Only the owner of memory and root can read it. In a user's folder, root follows no links and opens
+only regular files of that user (`processes.open_file`). Only root cleans up after other users.
 """
 
 import json
@@ -24,10 +24,10 @@ from fractional_gpu.host.memory import LimitReader, system_headroom
 MIB: Final = 1 << 20
 VERSION: Final = 1
 DATABASE: Final = "host.sqlite"
-SOCKET: Final = "memory.sock"  # for shared hosts: see `device_memory`
+SOCKET: Final = "memory.sock"  # only for shared hosts; see `device_memory`
 _KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z@-]{0,99}")
 _BUSY_S: Final = 60.0
-_LEFT: Final = 128 * MIB  # of a file system
+_LEFT: Final = 128 * MIB  # this much of a file system is left free
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -48,7 +48,7 @@ _AFRESH: Final = "remove the folder to start over"
 
 
 class SimulatedHostError(Exception):
-    """The simulated host cannot be opened, created or changed; the message says what to do."""
+    """The simulated host cannot be opened, created or changed. The message says what to do."""
 
 
 class NoSuchDeviceError(SimulatedHostError):
@@ -57,13 +57,13 @@ class NoSuchDeviceError(SimulatedHostError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The behaviour of the simulated hardware. Bandwidths in MiB/s (0: unlimited), latency in ms, context in MiB."""
+    """The behaviour of the simulated hardware. Bandwidths are in MiB/s (0 means unlimited), the latency in ms and the context in MiB."""
 
     checkpoint_mib_s: int = 0
     restore_mib_s: int = 0
     latency_ms: int = 0
     context_mib: int = 32
-    checkpointable: int = 1  # 0: like a driver that is too old, on every device
+    checkpointable: int = 1  # 0 makes every device behave as with a driver that is too old
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -81,7 +81,7 @@ class Device:
 
 
 class Store:
-    """An open simulated host, thread-safe. Raises SimulatedHostError if there is none."""
+    """An open simulated host. It is thread-safe. Raises SimulatedHostError if the folder is not a simulated host."""
 
     def __init__(self, directory: str | Path, *, create: bool = False) -> None:
         self.directory = Path(directory).absolute()
@@ -97,7 +97,7 @@ class Store:
             self._db = sqlite3.connect(
                 self.directory / DATABASE, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            # No fsync: the folder does not outlive the machine, and killed processes do SQLite no harm.
+            # There is no fsync, because the folder need not survive a reboot, and a killed process does not damage the database.
             self._db.execute("PRAGMA synchronous=OFF")
             if create:
                 self._db.execute("PRAGMA journal_mode=WAL").fetchone()
@@ -119,10 +119,10 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Hold the host's write lock: commits at the end, rolls back on any exception. Never nested."""
+        """Hold the host's write lock during the block. Commit at the end, or roll back on any exception. Do not nest transactions."""
         with self._mutex:
             try:
-                # Inside the try: an interrupt right after BEGIN must not leave the host locked.
+                # This is inside the try block, because an interrupt right after BEGIN must not leave the host locked.
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
                 self._db.execute("COMMIT")
@@ -140,13 +140,13 @@ class Store:
         return bool(self.memory.stat().st_mode & stat.S_IWOTH)
 
     def may_tidy(self, entry: Path) -> bool:
-        """Return whether this process may move or remove another process's folder. False if the folder is gone."""
+        """Return whether this process may move or remove another process's folder. Return False if the folder is gone."""
         with suppress(FileNotFoundError):
             return os.geteuid() in (0, entry.lstat().st_uid)
         return False
 
     def free_for_finalizer(self) -> bool:
-        """Return whether this thread could start a transaction now (a finalizer may run inside one)."""
+        """Return whether this thread could start a transaction now. A finalizer may run while the thread is already in one."""
         return not self._mutex.locked()
 
     def devices(self) -> list[Device]:
@@ -172,7 +172,7 @@ class Store:
         return Settings(**json.loads(rows[0][0])) if rows else Settings()
 
     def configure(self, **changes: int) -> Settings:
-        """Change settings for every process, from the next operation on. Raises SimulatedHostError."""
+        """Change settings for every process. They apply from the next operation on. Raises SimulatedHostError."""
         current = asdict(self.settings())
         if unknown := sorted(set(changes) - set(current)):
             raise SimulatedHostError(
@@ -188,20 +188,21 @@ class Store:
             self._db.close()
 
     def available_bytes(self) -> int:
-        """Return how many more bytes fit into the folder, which may be limited memory.
+        """Return how many more bytes fit into the folder. A memory limit may apply if the folder is in memory.
 
-        A simulated device may be larger than the machine's memory, but its contents may not. A shared host may use all of it.
+        A simulated device may be larger than the machine's memory, but its contents may not. A shared host may use all memory.
         """
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize - _LEFT
         if in_memory(self.directory):
-            with suppress(OSError, ValueError):  # an unreadable limit is no limit
+            with suppress(OSError, ValueError):  # a limit that cannot be read does not count
                 room = system_headroom() if self.shared else LimitReader().headroom(os.getpid())
                 free = min(free, room.mib * MIB)
         return free
 
     def process_folder(self, key: str) -> Path:
-        if not _KEY.fullmatch(key):  # all users can write a shared host's database: allow no path outside the host
+        # All users can write to the database of a shared host, so allow no path outside the host.
+        if not _KEY.fullmatch(key):
             raise SimulatedHostError(
                 f"the database in {self.directory} has an invalid process key, {key[:80]!r}: {_AFRESH}"
             )
@@ -212,7 +213,7 @@ def own_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")[5:-1]  # noqa: PTH115
 
 
-@cache  # a folder does not change its file system while a program uses it
+@cache  # a folder stays on the same file system while a program uses it
 def in_memory(directory: Path) -> bool:
     device = directory.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
