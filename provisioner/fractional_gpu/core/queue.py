@@ -1,24 +1,25 @@
-"""One pass over the queue: every ticket waiting for room is visited once, in order, and served if possible.
+"""One pass over the queue. It visits every ticket that waits for room once, in order, and serves it if possible.
 
-`Turns` defines the order, `QueuePass._visit` the cases. A ticket that would not fit even if every lease that may leave left, waits, and
-nothing is suspended for it (law 3). A ticket may be overtaken at most K times; after that, room is kept for it (law 4).
+`Turns` defines the order, and `QueuePass._visit` the cases. A ticket that would not fit even if every lease that may leave left just waits,
+and nothing is suspended for it (law 3). A ticket may be overtaken at most K times. After that, room is kept for it (law 4).
 
-**Patience.** Virtual time alone does not bound a wait: an owner's small lease may use up the owner's share forever while a large one
-waits. So a ticket becomes due after waiting twice as long as its share explains (`patience_ms`). A due ticket precedes all others and
-preempts regardless of virtual time.
+**Patience.** Virtual time alone does not bound a wait, because an owner's small lease may use up the owner's share forever while a large
+lease waits. So a ticket becomes due after it has waited twice as long as its share explains (`patience_ms`). A due ticket precedes all
+others and preempts regardless of virtual time.
 
-**Room at the end of a cell.** A kernel that runs cells back to back is never idle for long, but still makes room, whatever the pool's
-`preempt` policy. If idle leases cannot make room for a ticket, the pass closes the gates of busy leases that would make enough room:
+**Room at the end of a cell.** A kernel that runs cells back to back is never idle for long. It still makes room, whatever the pool's
+preemption policy. If idle leases cannot make room for a ticket, the pass closes the gates of busy leases that would make enough room:
 
-- A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned or soon after
-  a failed suspend. Its running cell continues.
+- A lease is asked to leave only after its minimum residency, and only for a ticket of at least its own priority. It is not asked while it
+  is pinned or soon after a failed suspend. Its running cell continues.
 - Its next cell asks before it runs, and queues behind the ticket. Until that cell is let in, its kernel runs nothing, so the lease can
   be suspended like an idle one.
-- If several leases must leave, the first to finish its cell waits for the others, but no longer than its own swap takes, or one second
-  if that is longer (`gate_opens_ms`): another may run a cell that never ends. It is not asked again for another minimum residency.
+- If several leases must leave, the first that finishes its cell waits for the others, because one of them may run a cell that never ends.
+  It waits for the time that its own swap takes, and at least for a second (`gate_opens_ms`). Then it is not asked again for another
+  minimum residency.
 
 A pass only chooses gates. Only the last pass of an event closes and opens them (`settle_gates`), because an earlier pass may ask for room
-that the same event frees later. If a step frees room that a ticket visited earlier might use, the pass asks for another (`needs_another`).
+that the same event frees later. If a step frees room that a ticket visited earlier might use, another pass follows (`needs_another`).
 """
 
 from collections.abc import Iterable
@@ -46,8 +47,8 @@ _FIRST, _DUE, _USUAL = range(3)
 def patience_ms(books: Books, lease: Lease) -> int:
     """Return how long a ticket waits before it is due, in ms, in a pool that shares by virtual time.
 
-    This is twice the wait that its share explains: the turn and swap of one lease of its size, divided by its owner's share of the pool and
-    by its share of the owner's. Shares follow the weights of the contenders.
+    This is twice the wait that the lease's share explains. That wait is the time for the turn and swap of one lease of its size, divided by
+    its owner's share of the pool and by the lease's share among its owner's leases. Shares follow the weights of the contenders.
     """
     pool = books.policy(lease)
     name = next((books.devices[one].spec.name for one in pool.devices if one in books.devices), "")
@@ -60,7 +61,7 @@ def patience_ms(books: Books, lease: Lease) -> int:
 
 
 def queue_delay(books: Books, pool_name: str) -> QueueDelay:
-    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases being resumed do not count.
+    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases that are being resumed do not count.
 
     A ticket is over its bound if it has waited longer than its patience plus a turn and a swap for each lease that has or wants a device in
     the pool. Only pools that share by virtual time have a bound.
@@ -79,16 +80,16 @@ def queue_delay(books: Books, pool_name: str) -> QueueDelay:
 
 
 class Turns:
-    """The order in which a pass serves the tickets waiting for room:
+    """The order in which a pass serves the tickets that wait for room:
 
     1. Leases on their way to another device.
     2. Higher priorities.
     3. Urgent tickets, and older ones for which room is kept.
-    4. Due tickets: busy leases are leaving for them, or they have waited twice as long as their share explains.
-    5. In a fair pool, the ticket that has had the least of its share; otherwise, and for ties, the oldest.
+    4. Due tickets, for which busy leases are leaving, or which have waited twice as long as their share explains.
+    5. In a fair pool, the ticket that has had the least of its share. In other pools, and for ties, the oldest ticket.
 
-    Shares count only within a pool. A fair pool takes the turn of its oldest ticket, and gives it to the owner with the least virtual time,
-    and to that owner's lease with the least virtual time.
+    Shares count only within a pool. A fair pool takes the turn of its oldest ticket and gives it to the owner with the least virtual time,
+    and among this owner's leases to the one with the least virtual time.
     """
 
     def __init__(self, books: Books, waiting: Iterable[Lease]) -> None:
@@ -114,14 +115,14 @@ class Turns:
 
 
 def ticket_of(lease: Lease) -> Ticket:
-    """Return the ticket of a queued lease. Raises ValueError if it has none."""
+    """Return the ticket of a queued lease. Raise ValueError if it has none."""
     if lease.ticket is None:
         raise ValueError(f"lease {lease.lease_id} has no ticket")
     return lease.ticket
 
 
 class QueuePass:
-    """One pass. Room promised to a ticket is not available to later ones."""
+    """One pass over the queue. Room that is promised to a ticket is not available to later tickets."""
 
     def __init__(self, changes: Changes, resizer: Resizer) -> None:
         self._changes = changes
@@ -140,7 +141,7 @@ class QueuePass:
         self.needs_another = False  # room was freed that tickets visited earlier might use
 
     def serve(self) -> None:
-        """Visit every ticket waiting for room once, in order."""
+        """Visit every ticket that waits for room once, in order."""
         books = self._books
         waiting = list(books.waiting.values())
         self._line = [lease for lease in waiting if lease.waits_for_room]
@@ -157,7 +158,7 @@ class QueuePass:
         while to_visit:
             lease = to_visit.pop(0)
             if not lease.waits_for_room:
-                continue  # it has been suspended for another ticket since
+                continue  # it has meanwhile been suspended for another ticket
             self._visited.add(lease.lease_id)
             if self._visit(lease, ticket_of(lease)):  # the order has changed
                 to_visit = [one for one in self._by_turn() if one.lease_id not in self._visited]
@@ -183,7 +184,7 @@ class QueuePass:
     def _mark_due_by_wait(self) -> None:
         """Mark tickets as due that have waited longer than their shares explain, in pools that share by virtual time.
 
-        Room is also kept for them: otherwise neighbours might leave and come back one by one, and never be gone all at once.
+        Room is also kept for them. Otherwise neighbours might leave and come back one by one, and never be gone at the same time.
         """
         books = self._books
         for lease in self._line:
@@ -204,18 +205,19 @@ class QueuePass:
     def _visit(self, lease: Lease, ticket: Ticket) -> bool:
         """Serve one ticket as far as possible. Return whether the order of the tickets behind it has changed.
 
-        The first case that applies:
+        The first case that applies is used:
 
-        1. It is moving to devices where room is kept for it: resume it there, or cancel the move.
-        2. Its user or group is at its limit: suspend idle leases of the same user if it would then fit.
-        3. It must pause after a failed resume, or a similar ticket that needs no more found no room: it waits.
-        4. It fits: serve it.
-        5. No swap can begin: it waits for a swap channel.
-        6. It fits if others leave: suspend idle leases, preempt busy ones, or move a busy one elsewhere.
-        7. It wants to grow and is idle: move it to a device where it can.
-        8. It waits, and busy leases are asked to yield at the end of their cells.
+        1. If it is moving to devices where room is kept for it, resume it there or cancel the move.
+        2. If its user or group is at its limit, suspend idle leases of the same user, provided that it then fits.
+        3. If it must pause after a failed resume, or a similar ticket with no greater need found no room, it waits.
+        4. If it fits, serve it.
+        5. If no swap can begin, it waits for a swap channel.
+        6. If it fits once others leave, suspend idle leases, preempt busy ones, or move a busy one elsewhere.
+        7. If it wants to grow and is idle, move it to a device where it can.
+        8. Otherwise it waits, and busy leases are asked to yield at the end of their cells.
 
-        In 3, 5, 6 and 8, room is kept for a ticket that was passed over K times. In 5, the first few still get a plan (case 6).
+        In cases 3, 5, 6 and 8, room is kept for a ticket that was passed over K times. In case 5, the first few tickets still get a plan
+        as in case 6.
         """
         books, capacity = self._books, self.capacity
         devices, need_mib, milli = allowed_devices(books, lease), lease.ask_mib, added_milli(books, lease)
@@ -263,20 +265,20 @@ class QueuePass:
         return False
 
     def _competes_as(self, lease: Lease, milli: int) -> tuple[object, ...]:
-        """Return what else, apart from need and devices, decides which leases may leave for the ticket."""
+        """Return the properties, apart from need and devices, that determine which leases may leave for the ticket."""
         if lease.is_growing or lease.count > 1:  # new leases get several devices of one kind, saved ones their own
             return (lease.lease_id,)
         by_owner = milli or self._books.shares_by_time(lease)
         return (lease.spec.owner, lease.spec.group, milli) if by_owner else ()
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
-        """Return the devices where the need fits now, or None. A lease that only grows its share needs no room."""
+        """Return the devices where the lease fits now, or None. A lease needs no room if only its share grows."""
         if lease.is_growing:
             return devices if devices and (not need_mib or self.capacity.fits(devices, need_mib)) else None
         return self.capacity.pick_for(lease, devices, need_mib)
 
     def _arrive_at_targets(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...], over: Reason | None) -> bool:
-        """Resume a moving lease on its target devices. Cancel the move if they or a limit no longer allow it."""
+        """Resume a moving lease on its target devices. Cancel the move if the devices or a limit no longer allow it."""
         targets = lease.target_ids
         if over or not all(one in devices and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
             self.capacity.release(lease, targets)
@@ -293,7 +295,7 @@ class QueuePass:
         return False
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
-        """Serve a ticket that fits, or keep its room until a swap channel is free. Returns the same as `_visit`."""
+        """Serve a ticket that fits, or keep its room until a swap channel is free. Return the same value as `_visit`."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
                 self.capacity.keep(lease, device_id, lease.ask_mib)
@@ -317,10 +319,10 @@ class QueuePass:
         return lease.held_mib > held_mib and self._count_passed_over(lease, ticket, chosen, urgent=urgent_waits)
 
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
-        """Grant the devices, and ask for another pass if that may free room.
+        """Grant the devices to the lease, and ask for another pass if this may free room.
 
-        If the owner reaches its limit, room kept for its other tickets is freed. If the lease was using its devices without a reservation,
-        it may have freed room there, and other tickets bound to those devices may need more or go elsewhere.
+        If the owner reaches a limit, the room kept for the owner's other tickets becomes free. If the lease was using its devices without a
+        reservation, it may have freed room there, and other tickets bound to those devices may need more or go elsewhere.
         """
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
@@ -328,7 +330,7 @@ class QueuePass:
         self.capacity.victims.forget(device_ids)
 
     def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
-        """Suspend idle leases of a user (or group) at its limit if the ticket would then fit."""
+        """Suspend idle leases of a user or group that is at its limit, provided that the ticket then fits."""
         self._set_wait(lease, ticket_of(lease), over)
         own = victims_of_same_user(self._books, lease, milli)
         if not own or lease.retries.resume_after_ms > self._books.now_ms:
@@ -344,7 +346,7 @@ class QueuePass:
             self._begin_suspend(victim, lease, mine if victim in own else _suspend_reason(victim, lease))
 
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
-        """Promise the ticket the room of its plan, and begin as many of its suspends (or moves) as swap channels allow."""
+        """Promise the ticket the room of its plan, and begin as many of the plan's suspends and moves as swap channels allow."""
         self._plans += 1
         self.capacity.promise(lease, plan, lease.ask_mib)
         if lease.is_growing:
@@ -365,7 +367,7 @@ class QueuePass:
         self._set_wait(lease, ticket, wait)
 
     def _may_begin(self, victim: Lease) -> bool:
-        """Return whether a planned suspend can begin now. An earlier suspend's margin may hold the host memory until it ends."""
+        """Return whether a planned suspend can begin now. The margin of an earlier suspend may take up host memory until that has ended."""
         return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
     def _begin_suspend(self, victim: Lease, lease: Lease, why: tuple[str, str]) -> None:
@@ -380,8 +382,8 @@ class QueuePass:
     def _keep_waiting(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
         """Keep room for a waiting ticket that was passed over K times.
 
-        Idle leases are suspended one by one, since they may never all be idle at once. That is done only on devices that could serve the
-        ticket if every lease that can ever leave left.
+        Idle leases are suspended one by one, because they may never all be idle at the same time. This is done only on devices that could
+        serve the ticket if every lease that can ever leave left.
         """
         if not self._is_overdue(lease):
             return
@@ -407,7 +409,7 @@ class QueuePass:
             self._set_wait(lease, ticket, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(dict.fromkeys(blockers))))
 
     def _keep_room(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a ticket that was passed over K times; each further K times add one device."""
+        """Keep room for a ticket that was passed over K times, on one more device after each further K times."""
         most = self._books.policy(lease).max_passed_over
         number = lease.count + max(0, ticket.passed_over - most) // max(1, most)
         ticket.kept_on = self.capacity.devices_to_keep(lease, devices, lease.ask_mib, number)
@@ -415,9 +417,9 @@ class QueuePass:
             self.capacity.keep(lease, device_id, lease.ask_mib)
 
     def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> bool:
-        """Count the grant against each earlier ticket that could have used the room and no longer fits.
+        """Count each earlier ticket as passed over that could have used the granted room and no longer fits.
 
-        Return whether any ticket moves ahead as a result. `urgent`: an urgent ticket is waiting.
+        Return whether any ticket moves ahead as a result. `urgent` is true if an urgent ticket is waiting.
         """
         books, moves_ahead = self._books, False
         left_mib = {device_id: books.devices[device_id].free_mib for device_id in device_ids}
@@ -439,7 +441,7 @@ class QueuePass:
                 continue
             if lease.lease_id in self._visited:
                 self._keep_room(lease, ticket, devices)
-            else:  # its own visit will keep room; from now on it precedes urgent tickets
+            else:  # its own visit will keep room for it, and from now on it precedes urgent tickets
                 moves_ahead |= urgent
         return moves_ahead
 
@@ -459,22 +461,22 @@ class QueuePass:
                 self._closes.append(victim)
 
     def _choose_openings(self) -> None:
-        """Choose the gates to open: no ticket needs them closed, or they have been closed for too long."""
+        """Choose the gates to open, because no ticket needs them closed or because they have been closed for too long."""
         if not self._changes.channel_free:
-            return  # without a swap channel the pass made no complete plan: leave the gates until a swap ends
+            return  # without a swap channel the pass made no complete plan, so the gates stay as they are until a swap ends
         for lease in self._books.gates_closed:
             asked, planned = lease.lease_id in self.capacity.asked_to_yield, lease.lease_id in self.capacity.planned
             if not planned and (not asked or self._has_waited_enough(lease)):
                 self._opens.append(lease)
 
     def _has_waited_enough(self, lease: Lease) -> bool:
-        """Return whether a lease at its gate has waited long enough for the others. If not, schedule a pass for then."""
+        """Return whether a lease at its gate has waited long enough for the others. If not, schedule a pass for when it has."""
         if lease.gate.ticket is None:
             return False
         return self._books.is_time(gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms))
 
     def settle_gates(self) -> None:
-        """Close and open the chosen gates. Called only for the last pass of an event."""
+        """Close and open the chosen gates. Call this only on the last pass of an event."""
         for lease in self._opens:
             if not lease.gate.closed:
                 continue  # its suspend has begun
@@ -493,7 +495,7 @@ class QueuePass:
         self._changes.record_wait_reason(lease, wait)
 
     def _explain(self, lease: Lease, ticket: Ticket) -> None:
-        """Record a new reason in the lease's story, except a busy swap channel, which would come and go with every swap."""
+        """Record a new reason in the lease's story. A busy swap channel is left out, because it would come and go with every swap."""
         code = wait_code(self._books, lease, ticket)
         if code != ticket.reason and (ticket.wait is not _CHANNEL_IN_USE or ticket.reason == "wait.new"):
             self._changes.record_wait_reason(lease, wait_reason(self._books, lease, ticket))

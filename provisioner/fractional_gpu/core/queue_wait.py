@@ -1,12 +1,12 @@
 """Forecasts how long tickets will wait, by simulating the queue, and learns from waits, cells and swaps that end.
 
-**The simulation.** Each device has free memory, and each lease on it frees its memory at some time: an idle lease once it can be suspended,
-a busy one when its cell should end or can be preempted, a suspending one when it is saved. Tickets are served in order: first those that do
-not need a busy lease to leave or have room kept for them, then the others, because the arbiter lets small tickets pass. Each ticket takes
-the device that it gets first, waits for earlier swaps and its own, and frees its memory after a cell.
+**The simulation.** Each device has free memory, and each lease on it frees its memory at some time. An idle lease does so once it can be
+suspended, a busy lease when its cell is expected to end or can be preempted, and a suspending lease when it is saved. Tickets that need no
+busy lease to leave, or for which room is kept, are served first, in order. The others follow, because the arbiter lets small tickets
+pass. Each ticket takes the device that it can get first, waits for earlier swaps and its own, and frees its memory after a cell.
 
-Only the first `MOST_AHEAD` tickets and one more are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. Tickets further
-back wait in proportion. `Forecasts.wait_span` corrects the result by the errors of earlier ones.
+Only the first `MOST_AHEAD` tickets and one more are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. The waits of
+tickets further back are extrapolated. `Forecasts.wait_span` corrects the result by the errors of earlier results.
 """
 
 from collections import defaultdict
@@ -30,7 +30,10 @@ _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # users fre
 
 
 class _FreedMemory(NamedTuple):
-    """Memory that a lease will free; times are ms from now. Sorts in the arbiter's order: suspends in progress, then the earliest."""
+    """Memory that a lease will free. Times are in ms from now.
+
+    The order is the arbiter's: suspends in progress come first, then the earliest time.
+    """
 
     order: int
     at_ms: int
@@ -41,19 +44,19 @@ class _FreedMemory(NamedTuple):
 
 
 class _QueueSimulation:
-    """A simulation of a pool's queue. Times are ms from now."""
+    """A simulation of a pool's queue. Times are in ms from now."""
 
     def __init__(self, books: Books, forecasts: Forecasts, parallel_swaps: int) -> None:
         self._books, self._forecasts, self._now_ms = books, forecasts, books.now_ms
         self._free_mib = {device_id: device.free_mib for device_id, device in books.devices.items()}
         self._given: set[tuple[str, str]] = set()  # devices and leases whose memory a ticket has taken
-        self._later: dict[str, list[_FreedMemory]] = defaultdict(list)  # by device: of served tickets
+        self._later: dict[str, list[_FreedMemory]] = defaultdict(list)  # by device: memory of served tickets
         left = [self._swap_left_ms(lease) for lease in books.in_state(LeaseState.SUSPENDING, LeaseState.RESUMING)]
         # A heap of the times when the swap channels become free.
         self.channels = sorted([*[0] * (parallel_swaps - len(left)), *left])[:parallel_swaps]
 
     def serve_all(self, line: Sequence[Lease]) -> list[WaitSpan | None]:
-        """Serve the tickets and return their waits; None: unknown."""
+        """Serve the tickets and return their waits. A wait is None if it is unknown."""
         found: dict[str, WaitSpan | None] = {}
         for patient in (False, True):
             for lease in line:
@@ -62,7 +65,7 @@ class _QueueSimulation:
         return [found[lease.lease_id] for lease in line]
 
     def _serve(self, lease: Lease, *, patient: bool) -> WaitSpan | None:
-        """Serve a ticket and return its wait, or None if there is not enough memory. Busy leases make room if it is `patient`."""
+        """Serve a ticket and return its wait, or None if there is not enough memory. Busy leases make room only if `patient` is set."""
         ticket, forecasts = lease.ticket, self._forecasts
         if lease.state is LeaseState.RESUMING:
             return forecasts.wait_span("swap", self._swap_left_ms(lease))
@@ -96,7 +99,7 @@ class _QueueSimulation:
         return forecasts.wait_span("busy" if any(one.busy for one in given) else "swap", ready_ms)
 
     def _devices(self, lease: Lease) -> Sequence[str]:
-        """Return the allowed devices with the most memory that is free or held by idle leases."""
+        """Return those of the allowed devices on which the most memory is free or held by idle leases."""
         devices = self._books.devices
         most = sorted(allowed_devices(self._books, lease), key=lambda one: -devices[one].free_or_idle_mib)
         return most[: max(MOST_DEVICES, lease.count)]
@@ -108,20 +111,20 @@ class _QueueSimulation:
             if room_mib < need_mib and (busy_too or not one.busy):
                 room_mib += one.mib
                 taken.append(one)
-        for one in reversed(taken[:-1]):  # not needed, as a later one is larger
+        for one in reversed(taken[:-1]):  # drop those that are not needed because a later one is larger
             if room_mib - one.mib >= need_mib:
                 room_mib -= one.mib
                 taken.remove(one)
         return taken if room_mib >= need_mib else None
 
     def _saved_ms(self, returns: Sequence[_FreedMemory]) -> int:
-        """Return when the last of these leases is saved, after earlier swaps."""
+        """Return when the last of these leases will be saved, after earlier swaps, in ms from now."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
 
     def _returns(self, device_id: str, beneficiary: Lease) -> Iterator[_FreedMemory]:
-        """Yield the memory that the device's leases will free for the beneficiary, without the beneficiary."""
+        """Yield the memory that the device's other leases will free for the beneficiary."""
         yield from self._later[device_id]
         for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
             if lease is beneficiary or (device_id, lease.lease_id) in self._given:
@@ -135,7 +138,7 @@ class _QueueSimulation:
                 yield _FreedMemory(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
 
     def _gives_back_ms(self, lease: Lease, beneficiary: Lease) -> int | None:
-        """Return when the lease can free its memory, ms from now; None: unknown or never."""
+        """Return when the lease can free its memory, in ms from now, or None if this is unknown or never."""
         books, forecasts = self._books, self._forecasts
         if lease.state is LeaseState.SUSPENDING:
             return self._swap_left_ms(lease)
@@ -156,7 +159,7 @@ class _QueueSimulation:
         return max(1, min(ends)) if ends else None
 
     def _swap_left_ms(self, lease: Lease) -> int:
-        """Return the remaining time of the lease's suspend or resume, ms; an overdue one should end soon."""
+        """Return the remaining time of the lease's suspend or resume, in ms. A swap that is overdue is expected to end soon."""
         kind, mib = (SUSPEND, lease.used_mib) if lease.state is LeaseState.SUSPENDING else (RESUME, lease.saved_mib)
         whole_ms = self._forecasts.swap_ms(kind, _device_name(self._books, lease.device_id), mib)
         return max(whole_ms - (self._now_ms - lease.since_ms), whole_ms // 8)
@@ -168,7 +171,7 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the ticket's wait can be forecast. In quarantine and before its kernel starts it cannot."""
+    """Return whether the wait of the lease's ticket can be forecast. It cannot in quarantine or before the kernel has started."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False
@@ -179,9 +182,9 @@ def _is_predictable(lease: Lease) -> bool:
 
 
 class ForecastRecorder:
-    """Forecasts the waits of tickets, and updates the forecasts with what happens to leases.
+    """Forecasts the waits of tickets, and learns from what happens to leases.
 
-    Call `run_deferred_work` after each event: it forecasts the waits of new tickets that still wait, and the slowdowns of new cells.
+    Call `run_deferred_work` after each event. It forecasts the waits of new tickets that still wait, and the slowdowns of new cells.
     """
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
@@ -189,12 +192,12 @@ class ForecastRecorder:
         self._books, self._parallel_swaps = books, parallel_swaps
         self._filed: list[Lease] = []
         self._beginning: list[Lease] = []  # leases whose cell started in the last event
-        self._begun: dict[str, tuple[int, Neighbours]] = {}  # by lease: when its cell started, and its neighbours
+        self._begun: dict[str, tuple[int, Neighbours]] = {}  # by lease, when its cell started, and its neighbours
 
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return the remaining wait of the lease's ticket; None without a ticket or a forecast."""
+        """Return the remaining wait of the lease's ticket, or None if it has no ticket or no forecast is possible."""
         if lease.ticket is None:
             return None
         pool = lease.spec.pool
@@ -216,7 +219,7 @@ class ForecastRecorder:
         return _QueueSimulation(self._books, self.forecasts, self._parallel_swaps)
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how long the next cell still waits at the lease's closed gate, or None if none waits."""
+        """Return how much longer the lease's next cell waits at the closed gate, or None if no cell waits there."""
         if lease.gate.ticket is None:
             return None
         opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
@@ -224,7 +227,7 @@ class ForecastRecorder:
         return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
 
     def resume_span(self, lease: Lease) -> Span | None:
-        """Return how long the resume of a suspended lease is expected to take; None for other leases."""
+        """Return how long the resume of a suspended lease is expected to take, or None if the lease is not suspended."""
         if lease.home_id not in self._books.devices or not lease.saved_mib:
             return None
         return self.forecasts.swap_span(RESUME, _device_name(self._books, lease.home_id), lease.saved_mib)
@@ -247,7 +250,7 @@ class ForecastRecorder:
             self.forecasts.swap_finished(kind, _device_name(self._books, device_id), mib, took_ms)
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
-        """Record that the lease became idle or busy. A busy lease becomes busy again when it gets the room that it waited for."""
+        """Record that the lease became idle or busy. This is also called if a busy lease gets the room that it waited for."""
         if not busy:
             self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
             begun, device = self._begun.pop(lease.lease_id, None), self._books.devices.get(lease.device_id or "")
@@ -290,21 +293,21 @@ class ForecastRecorder:
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
-# If a wait exceeds the upper bound that was shown, the forecast rested on a wrong assumption, and later forecasts on that basis become
-# less credible the longer the wait lasts. From then on
+# If a wait exceeds the upper bound that was shown, the forecast rested on a wrong assumption. Later forecasts on the same basis become less
+# credible the longer the wait lasts. From then on
 #
 # - the upper bound is at least n times the time waited; n starts at 1, and grows by one whenever the wait has doubled since the miss;
 # - the expected value is at least half of the time waited, and the lower bound at least a tenth: a wait of unknown cause that has lasted
 #   for t ends within the next t/10 in about one case of ten (as for a Pareto distribution with exponent 1).
 #
-# A resume in progress counts as a separate wait: the ticket has its room and only needs time.
+# A resume in progress counts as a separate wait, because the ticket has its room and only needs time.
 
 
 _SLACK_MS = 1_000  # forecasts are shown in seconds, and can be a second old
 
 
 def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
-    """Return the forecast to show now, and store its upper bound. `worked_out`: the remaining wait by the simulation."""
+    """Return the forecast to show now, and store its upper bound. `worked_out` is the remaining wait according to the simulation."""
     resumes = lease.state is LeaseState.RESUMING
     since_ms = lease.since_ms if resumes else ticket.asked_ms
     promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)
