@@ -1,1 +1,1 @@
-"""The boundary to the operating system: process identity, process trees, memory headroom."""
+"""The boundary to the operating system: processes, process trees, namespaces, control groups, memory and files."""

@@ -1,8 +1,8 @@
 """Finds the user who is charged for a process, because one person may run processes with many uids.
 
-A subordinate uid (rootless containers) is charged to its owner in /etc/subuid; other sources of subordinate uids (sssd) are not read. A
-uid without a passwd entry is charged to itself, or to one account that the administrator sets. Limits, shares, budgets and rates use
-this; permissions do not: the real uid decides who may see or control a lease.
+A subordinate uid, as in rootless containers, is charged to its owner in /etc/subuid. Other sources of subordinate uids, such as sssd, are
+not read. A uid without a passwd entry is charged to itself, or to one account that the administrator sets. Limits, shares, budgets and
+rates apply to the account. Permissions to see or control a lease depend on the real uid instead.
 """
 
 import pwd
@@ -13,16 +13,16 @@ from pathlib import Path
 
 _RANGE = re.compile(r"^([^:#\n][^:\n]*):(\d{1,10}):(\d{1,10})$", re.ASCII | re.MULTILINE)
 _FRESH_S = 60.0
-_MOST = 10_000  # cached uids: one user may have 65,536
+_MOST = 10_000  # cached uids; a user may have 65,536
 
 
 class Accounts:
-    """Maps uids to accounts. `file` has the subordinate uids. Not thread-safe: use it on the broker's loop."""
+    """Maps uids to accounts. `file` lists the subordinate uids. It is not thread-safe, so use it on the broker's event loop."""
 
     def __init__(
         self, file: Path = Path("/etc/subuid"), unknown: int | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.unknown = unknown  # the uid charged for uids without a user; None: each its own
+        self.unknown = unknown  # the uid to charge for uids without a user, or None to charge each uid itself
         self._file, self._now, self._stale_s = file, now, 0.0
         self._ranges: list[tuple[str, int, int]] = []
         self._known: dict[int, int] = {}

@@ -1,8 +1,9 @@
-"""A host-wide claim of a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
+"""A host-wide claim on a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
 
-The kernel allows one socket per name and removes it however the holder ends; no cleaner can remove it earlier. A refused claimant sees the
-credentials of the process that made the claim, so a process that stays should. The namespace is per network namespace: if containers have
-separate networks, give a device to one of them only. Claims prevent mistakes, not attacks; the refusal names the holder's user.
+The kernel allows one socket for each name, and removes it when the holder ends for any reason. No cleaner can remove it earlier. A process
+whose claim is refused sees the credentials of the process that made the existing claim, so a long-lived process should make it. Each
+network namespace has a separate abstract namespace: if containers have separate networks, give each device to only one container. Claims
+prevent mistakes, not attacks. The refusal names the holder's user.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ class DeviceClaimedError(Exception):
 
 
 class NameClaim:
-    """A claim on an abstract address until `close` or process exit. Made by `NameClaim.take`."""
+    """A claim on an abstract address, held until `close` or the end of the process. Create it with `NameClaim.take`."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -44,13 +45,14 @@ class NameClaim:
         return holder(address) if listener is None else NameClaim(listener)
 
     def fileno(self) -> int:
-        """Return the listener's descriptor: when it is readable, a claimant's query is queued, so call `drain`."""
+        """Return the listener's descriptor. When it becomes readable, another process has queried the claim, so call `drain`."""
         return self._listener.fileno()
 
     def drain(self) -> int:
-        """Drop up to 64 claimants' queries, and return how many. Never blocks.
+        """Drop up to 64 queries from the queue, and return how many were dropped. Never blocks.
 
-        A full queue hides the holder from the next claimant. Raises OSError if no descriptor is free: retry later.
+        A full queue would hide the holder from the next process that queries the claim. Raises OSError if no descriptor is free; retry
+        later.
         """
         dropped = 0
         with contextlib.suppress(BlockingIOError):
@@ -103,7 +105,7 @@ def _address(device_id: str) -> bytes:
 
 
 def holder(address: bytes) -> tuple[int | None, int | None]:
-    """Return the pid and uid of the listener at the address, or (None, None) if none or its queue is full."""
+    """Return the pid and uid of the process that listens at the address. Return (None, None) if there is none or its queue is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
         try:
             asker.connect(address)

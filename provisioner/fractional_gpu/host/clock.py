@@ -1,4 +1,4 @@
-"""The time since boot, for decisions, and the wall clock, for display only, since it can be set at any moment."""
+"""Clocks. Decisions use the time since boot. The wall clock is only for display, because it can be set at any moment."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ _STEP_US: Final = 100_000
 
 
 def since_boot_ns() -> int:
-    """Read a clock that cannot be set, and that runs while the machine sleeps."""
+    """Return the time of a clock that cannot be set and that runs while the machine sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -17,7 +17,7 @@ def since_boot_us() -> int:
 
 
 class WallClock:
-    """Converts other programs' wall-clock stamps to the time since boot. Both clocks return nanoseconds."""
+    """Converts wall-clock time stamps of other programs to the time since boot. Both functions return nanoseconds."""
 
     def __init__(self, wall_ns: Callable[[], int] = time.time_ns, steady_ns: Callable[[], int] = since_boot_ns) -> None:
         self._wall_ns = wall_ns
@@ -28,11 +28,11 @@ class WallClock:
         return self._steady_ns() // 1000
 
     def offset_us(self) -> int:
-        """Return the current difference from the time since boot to the wall clock."""
+        """Return the wall-clock time minus the time since boot."""
         return (self._wall_ns() - self._steady_ns()) // 1000
 
     def stepped_us(self) -> int:
-        """Return by how much the clock was set forward since the last call; 0 if by less than 0.1 s."""
+        """Return by how much the wall clock was set forward since the last call. Return 0 for a change of less than 0.1 s."""
         offset_us = self.offset_us()
         step_us = offset_us - self._offset_us
         if abs(step_us) < _STEP_US:

@@ -1,8 +1,8 @@
-"""Finds where control group hierarchies are mounted, with the host's paths, even in a separate control group namespace.
+"""Finds where control group hierarchies are mounted, and which paths they have on the host, even in a control group namespace.
 
-In such a namespace a container sees the groups above its own as `/..`, once per level: another pod's group is `/../../podUID/...`. The
-levels in between have no names. So we look for our own group once in the whole hierarchy (a mounted host path), by its folder's inode;
-from that we know every group's path on the host.
+In such a namespace a container sees the groups above its own as `/..`, once for each level. For example, another pod's group is
+`/../../podUID/...`. The levels in between have no names. So we search the whole hierarchy (a host path that is mounted here) once for the
+folder of our own group, by its inode. This tells us the path of every group on the host.
 """
 
 from functools import cache
@@ -16,16 +16,16 @@ ROOT = PurePosixPath("/")
 
 
 class Mount(NamedTuple):
-    """A part of a hierarchy. `root`: its path on the host; `own`: this process's group, if a namespace hides it."""
+    """A mounted part of a hierarchy. `root` is its path on the host. `own` is this process's group, if a namespace hides that."""
 
     version: int
-    controllers: frozenset[str]  # with version 1
+    controllers: frozenset[str]  # only for version 1
     root: PurePosixPath
     point: Path
     own: PurePosixPath | None = None
 
     def folder(self, group: PurePosixPath) -> Path | None:
-        """Return a group's folder, existing or not; None if this part of the hierarchy does not show it."""
+        """Return the folder of a group, which need not exist. Return None if this part of the hierarchy does not show the group."""
         shown = ".." not in group.parts and group.is_relative_to(self.root)
         return self.point / group.relative_to(self.root) if shown else None
 
@@ -54,14 +54,14 @@ def mounts(*, proc: Path = PROC) -> list[Mount]:
 
 
 def levels_up(root: PurePosixPath) -> int:
-    """Return how many levels up a root like `/../..` is from the process's own group; 0 for any other path."""
+    """Return how many levels a root like `/../..` is above the process's own group. Return 0 for any other path."""
     names = root.parts[1:]
     return len(names) if names and set(names) == {".."} else 0
 
 
 @cache
 def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPath | None:
-    """Return the host's path of the group whose folder has this inode, `levels` below the hierarchy's mount `whole`."""
+    """Return the path on the host of the group whose folder has this inode and is `levels` below `whole`, the mount of the hierarchy."""
     for folder in whole.glob("/".join(["*"] * levels)):
         try:
             status = folder.stat()
@@ -73,7 +73,7 @@ def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPa
 
 
 def absolute(path: PurePosixPath, own: PurePosixPath) -> PurePosixPath:
-    """Return the host's path of a group that a process in the group `own` sees as `path`."""
+    """Return the path on the host of the group that a process in the group `own` sees as `path`."""
     names = path.parts[1:]
     ups = next((number for number, name in enumerate(names) if name != ".."), len(names))
     above = [own, *own.parents, *[ROOT] * ups][ups]

@@ -1,7 +1,8 @@
-"""Replacing small files atomically, the temporary folder, mounts, and the points where tests make writes fail.
+"""Atomic replacement of small files, the temporary folder, mounts, and the points at which tests make writes fail.
 
-Standard library only. New content is written to another file, synced (fsync), and renamed over the old one; then the folder is synced.
-After a kill, a full disk or a power failure the file has the old content or the new, never a mixture.
+This module uses only the standard library. To replace a file, the new content is written to another file, synced (fsync) and renamed over
+the old file; then the folder is synced. After a kill, a full disk or a power failure, the file has either the old or the new content, never
+a mixture.
 """
 
 import errno
@@ -16,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - what callers put there is checked to be theirs
-_EVERY_UID = "4294967295"  # the number of uids in the initial user namespace's map
+_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - callers check who owns their files there
+_EVERY_UID = "4294967295"  # the number of uids that are mapped in the initial user namespace
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -26,7 +27,7 @@ class MountLine(NamedTuple):
     root: str
     point: Path
     kind: str
-    options: str  # of the filesystem
+    options: str  # the options of the filesystem
 
 
 def mount_table(file: Path) -> list[MountLine]:
@@ -36,14 +37,14 @@ def mount_table(file: Path) -> list[MountLine]:
         fields = before.split(" ")
         if separator and len(fields) >= 5:
             kind, _source, options = (*after.split(" ", 2), "", "")[:3]
-            # Blanks etc. are octal.
+            # Blanks and some other characters are encoded in octal.
             root, point = (_OCTAL.sub(lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
             found.append(MountLine(root, Path(point), kind, options))
     return found
 
 
 def temporary_folder() -> Path:
-    """Return the folder that `tempfile` uses, without writing: on a full disk `tempfile` would choose another."""
+    """Return the folder that `tempfile` uses, without a trial write. On a full disk, `tempfile` would choose another folder."""
     named = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
     folders = [Path(folder).absolute() for folder in (*named, *_TEMPORARY) if folder]
     usable = (folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -51,7 +52,7 @@ def temporary_folder() -> Path:
 
 
 def file_identity(file: Path | int) -> tuple[int, int] | None:
-    """Return the device and inode of a path (not following links) or descriptor; None if it is missing or inaccessible."""
+    """Return the device and inode of a descriptor or a path (without following links). Return None if it is missing or inaccessible."""
     try:
         status = os.fstat(file) if isinstance(file, int) else file.lstat()
     except OSError:
@@ -60,7 +61,7 @@ def file_identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder and missing parents for this user alone (0700), as Jupyter expects. Raises OSError."""
+    """Create the folder and its missing parents so that only this user has access (mode 0700), as Jupyter expects. Raises OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -71,23 +72,24 @@ def make_private_folder(folder: Path) -> None:
 
 
 def foreign_above(folder: Path) -> tuple[Path, int] | None:
-    """Return the first parent folder, links resolved, that is neither this user's nor root's, and its owner."""
+    """Return the first parent folder that belongs to neither this user nor root, and its owner. Resolve links first."""
     trusted = {os.geteuid(), 0}
     with suppress(OSError, ValueError):
         if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
-            # A user namespace: the machine's root has no uid here. Its files show the overflow uid, which no user has.
+            # In a user namespace, the machine's root has no uid. Its files have the overflow uid, which belongs to no user.
             trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     for one in Path(os.path.realpath(folder)).parents:
-        with suppress(OSError):  # missing, or in a folder without access: a parent shows its owner
+        with suppress(OSError):  # the folder is missing or inaccessible, so look at its parent
             if (uid := one.stat().st_uid) not in trusted:
                 return one, uid
     return None
 
 
 def open_own(path: Path | str, flags: int) -> int:
-    """Open a private file (0600) of this user; `flags` as for `os.open`, without O_TRUNC.
+    """Open a private file (mode 0600) of this user. `flags` has the flags for `os.open`, but must not include O_TRUNC.
 
-    Raises OSError, and changes nothing, for a link, another user's file, or a second hard link: writing could change another file.
+    Raises OSError, without changing anything, if the path is a link, belongs to another user or has a second hard link, because writing
+    could then change another file.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     status = os.fstat(descriptor)
@@ -109,10 +111,10 @@ def open_own(path: Path | str, flags: int) -> int:
 def replace_file(
     path: Path, content: bytes, *, prepare: Callable[[int], None] | None = None, keep: bool = False
 ) -> int:
-    """Write a private file (0600) at `path`, replacing any file there; a link there is replaced, not followed.
+    """Write a private file (mode 0600) at `path`. Replace an existing file, or a link, which is not followed.
 
-    `prepare` gets the new file's descriptor before the rename, to lock it or to change its owner. Returns the open descriptor if `keep` is
-    set, else -1. Raises OSError and leaves the old file unchanged.
+    `prepare` is called with the descriptor of the new file before the rename, for example to lock the file or to change its owner. Return
+    the open descriptor if `keep` is set, otherwise -1. Raises OSError and leaves the old file unchanged.
     """
     fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     descriptor = os.open(fresh, _FLAGS, 0o600)
@@ -120,7 +122,7 @@ def replace_file(
         write_all(descriptor, content)
         if prepare is not None:
             prepare(descriptor)
-        os.fsync(descriptor)  # before the rename: after a power failure the file could be empty
+        os.fsync(descriptor)  # before the rename, because the file could otherwise be empty after a power failure
         fresh.rename(path)
     except BaseException:
         os.close(descriptor)
@@ -130,7 +132,7 @@ def replace_file(
     if not keep:
         os.close(descriptor)
         descriptor = -1
-    with suppress(OSError):  # the file is in place; without the sync a power failure may lose it
+    with suppress(OSError):  # the file is in place, but without the sync a power failure may undo the rename
         sync_folder(path.parent)
     return descriptor
 
@@ -149,10 +151,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Points before and after each step that changes the world, the books or the ledger, at which a test may kill this process, block a
-# thread, or make a write fail. Off unless `JUPYTER_GPU_FAILPOINTS` names a file at the start; off, `reach` costs one comparison. The file
-# has one line: a point, which time it is reached, and `kill`, `hang` or `fail`. It is removed first, so that a restarted process
-# survives. Reached points are appended to the path with `.reached`, which counts over all processes.
+# Failpoints: there is one before and after each step that changes the devices, the broker's state or the ledger. A test can kill this
+# process, block a thread or make a write fail there. Failpoints are off unless `JUPYTER_GPU_FAILPOINTS` names a file when the process
+# starts; then `reach` costs only one comparison. The file has one line: the name of a point, the number of the visit to that point, and
+# `kill`, `hang` or `fail`. The file is removed before the action, so that a restarted process survives. Every visit is recorded in a file
+# with the suffix `.reached`, so visits are counted over all processes.
 
 
 VARIABLE = "JUPYTER_GPU_FAILPOINTS"
@@ -160,17 +163,17 @@ _file = os.environ.get(VARIABLE)
 
 
 def enabled() -> bool:
-    """Return whether a file sets points, for callers to whom building a point's name costs time."""
+    """Return whether failpoints are on, for callers that need time to build the name of a point."""
     return _file is not None
 
 
 def reach(name: str) -> bool:
-    """Exit or hang here if the file says so; return True if this step should fail. Raises OSError for an unusable file."""
+    """Exit or hang here if the file says so, and return True if this step should fail. Raises OSError if the file is unusable."""
     if _file is None:
         return False
     record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(record, fcntl.LOCK_EX)  # one process at a time, so that each has its own number
+        fcntl.flock(record, fcntl.LOCK_EX)  # one process at a time, so that each visit has a different number
         os.write(record, f"{name}\n".encode())
         times = os.pread(record, os.fstat(record).st_size, 0).split(b"\n").count(name.encode())
         path = Path(_file)
@@ -191,7 +194,7 @@ def reach(name: str) -> bool:
 
 
 def _parsed(line: bytes) -> tuple[str, int, str]:
-    """Parse a line. Raises OSError for a malformed one, which would test nothing."""
+    """Parse a line. Raises OSError if it is malformed, because the test would otherwise test nothing."""
     words = line.decode("ascii", "replace").split()
     if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "hang", "fail"):
         raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill`, `... hang` or `... fail`, not {line[:200]!r}")

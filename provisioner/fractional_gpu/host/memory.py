@@ -1,11 +1,11 @@
 """Host memory: how much a process may still allocate, and which process the out-of-memory killer chooses first.
 
-- Saved device memory is in the process's own memory: it counts against every control group above the process. If several processes need
-  memory, each limit must hold the sum of their needs.
-- The headroom is the smallest of the system's available memory and the room below each limit, less a margin: a process at its limit would
-  be killed by its next allocation. Inactive file cache does not count as used, nor swap as room.
-- Control groups of version 1 and 2 are read, even side by side. If the group's path is hidden, the mounted part's limit applies. An
-  unreadable limit is an error, never "no limit".
+- The driver saves device memory in the process's own memory, so it counts against every control group above the process. If several
+  processes need memory, each limit must cover the sum of their needs.
+- The headroom is the smallest of the system's available memory and the room below each limit, minus a margin. Without the margin, the next
+  allocation of a process at its limit would kill it. Inactive file cache does not count as used, and swap does not count as available.
+- Control groups of versions 1 and 2 are supported, even together. If the path of the group is hidden, the limit of the mounted part of the
+  hierarchy applies. A limit that cannot be read is an error; it never means "no limit".
 """
 
 import os
@@ -22,20 +22,20 @@ from fractional_gpu.host.control_groups import Mount, absolute, mounts
 from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, lines_of, read_of
 
 _MIB: Final = 1024 * 1024
-_MARGIN_PARTS: Final = 50  # 2 %: page tables, and allocations during the save
+_MARGIN_PARTS: Final = 50  # 2 % for page tables and for allocations during the save
 _MARGIN_LEAST_MIB: Final = 64
 
 
 class _Files(NamedTuple):
-    limits: tuple[str, ...]  # never exceed the first
+    limits: tuple[str, ...]  # the first one is the hard limit
     used: str
-    reclaimable: str  # in memory.stat
+    reclaimable: str  # the name of a figure in memory.stat
 
 
 _FILES: Final = {
-    # "No limit" is a number near 2^63 here, above the system's memory.
+    # In version 1, "no limit" is a number near 2^63, which is more than the system's memory.
     1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    # Past memory.high the kernel throttles a process almost to a halt, so it is a limit too.
+    # Above memory.high the kernel throttles a process until it hardly runs, so this counts as a limit, too.
     2: _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
 
@@ -69,12 +69,12 @@ def _meminfo(name: str, proc: Path) -> int:
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the limit that these needs (MiB by pid) exceed most, or None if all fit. Raises as `headroom`."""
+    """Return the shortage at the limit that these needs (MiB by pid) exceed most, or None if all fit. Raises what `headroom` raises."""
     return LimitReader(proc=proc).shortage(needs)
 
 
 class LimitReader:
-    """Reads many processes' limits at one moment: a shared limit is read once. Short-lived: its figures age."""
+    """Reads the limits of many processes at one moment. A limit that processes share is read only once. Discard the reader after use."""
 
     def __init__(self, *, proc: Path = PROC) -> None:
         self._proc = proc
@@ -103,7 +103,7 @@ class LimitReader:
         return worst if worst is not None and worst.need_mib > worst.left_mib else None
 
     def _limits(self, pid: int) -> dict[Path | None, Headroom]:
-        """Return the room below each limit, by control group folder; None is the system itself."""
+        """Return the room below each limit, by the folder of the control group. The key None is the whole system."""
         groups = read_of(pid, "cgroup", proc=self._proc)
         if groups not in self._found:
             found: dict[Path | None, Headroom] = {None: self._system}
@@ -114,12 +114,18 @@ class LimitReader:
 
 
 def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
-    """Return by version, upwards, the groups' folders that may count the process's memory. Raises ProcessLookupError, OSError."""
+    """Return the folders of the groups that may count the process's memory, from its own group upwards, by control group version.
+
+    Raises ProcessLookupError or OSError.
+    """
     return _folders(read_of(pid, "cgroup", proc=proc), mounts(proc=proc))
 
 
 def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
-    """Return the smallest limit of the process's control groups, or the machine's memory with swap. Raises as `memory_groups`."""
+    """Return the smallest limit of the process's control groups, or the machine's memory including swap.
+
+    Raises ProcessLookupError or OSError.
+    """
     total = _meminfo("MemTotal", proc) + _meminfo("SwapTotal", proc)
     limits = [Headroom(total // _MIB, "the system's memory")]
     for version, folders in memory_groups(pid, proc=proc).items():
@@ -128,7 +134,7 @@ def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
 
 
 def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
-    """Return the smallest limit of the group and its parents; None if all exceed the machine's memory. Raises OSError."""
+    """Return the smallest limit of the group and its parents, or None if all exceed the machine's memory. Raises OSError."""
     total = machine_total_mib(proc=proc) * _MIB
     limits = [
         limit
@@ -140,7 +146,7 @@ def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
 
 
 def group_used_mib(group: str, *, proc: Path = PROC) -> int:
-    """Return the group's use without reclaimable caches; 0 if it is not counted. Raises OSError."""
+    """Return how much memory the group uses, without reclaimable caches, or 0 if this is not counted. Raises OSError."""
     used = [_used(mount.version, folder) or 0 for mount, folder in _folders_of(group, proc)]
     return max(used, default=0) // _MIB
 
@@ -167,7 +173,7 @@ def _room(limit: int, left: int, name: str) -> Headroom:
 
 
 def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
-    """Return the folders of a /proc/PID/cgroup's groups that may count memory, and of their parents."""
+    """Return the folders of the groups in /proc/PID/cgroup that may count memory, and the folders of their parents."""
     found: dict[int, list[Path]] = {}
     for line in lines_of(groups):
         number, controllers, seen = line.split(":", 2)
@@ -184,7 +190,7 @@ def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
 
 
 def _upwards(mount: Mount, folder: Path | None) -> list[Path]:
-    """Return the visible folders from the group up to the mount, at least the mount."""
+    """Return the visible folders from the group up to the mount. If the group is not visible, return only the mount."""
     if folder is None:
         return [mount.point]
     return [one for one in (folder, *folder.parents) if one.is_relative_to(mount.point)]
@@ -211,7 +217,7 @@ def _limit_of(folder: Path, limit: int) -> str:
 
 
 def _bytes(file: Path) -> int | None:
-    """Return None for "max" or a missing file (the controller is not here)."""
+    """Return the number in the file. Return None for "max", or if the file is missing because the controller is not enabled here."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -234,13 +240,14 @@ def _counted(file: Path, name: str) -> int:
     return 0
 
 
-# The out-of-memory killer takes the process with the most memory, swap included, plus its adjustment in thousandths of the
-# memory that is full (the machine's, or a control group's); -1000 exempts a process. Users may lower their processes' adjustment
-# to the value that a privileged process last set (else 0). This floor cannot be read, only found by trying.
+# The out-of-memory killer kills the process with the highest score. The score is the process's memory, including swap, plus its adjustment,
+# in thousandths of the memory that is full (that of the machine or of a control group). -1000 exempts a process. Users may lower the
+# adjustment of their processes to the value that a privileged process last set, or else to 0. This minimum cannot be read, so we find it by
+# trying.
 
 
 KERNEL_MESSAGES: Final = Path("/dev/kmsg")
-_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # a constant of the kernel
+_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # a constant in the kernel
 _LONGEST_MESSAGE: Final = 8192
 
 LEAST: Final = -900  # if every process were exempt, a control group would hang instead of losing one
@@ -252,11 +259,14 @@ def adjustment(pid: int, *, proc: Path = PROC) -> int:
 
 
 def lower(identity: ProcessIdentity, target: int) -> int:
-    """Lower the process's adjustment to the target, or as far as permitted; return the new value. Raises ProcessLookupError, OSError."""
+    """Lower the process's adjustment to the target, or as far as permitted, and return the new value.
+
+    Raises ProcessLookupError or OSError.
+    """
     with _opened(identity) as file:
-        # The floor cannot be read: bisect between the lowest value that was allowed and the highest that was refused.
+        # The minimum cannot be read, so bisect between the lowest value that was allowed and the highest one that was refused.
         allowed = adjustment(identity.pid)
-        refused = target - 1  # the target itself is untried
+        refused = target - 1  # the target itself has not been tried
         while allowed - refused > 1:
             value = target if refused < target else (allowed + refused) // 2
             if _permitted(file, value):
@@ -267,13 +277,16 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the adjustment to at least this value, and its minimum if permitted. Raises ProcessLookupError, OSError."""
+    """Raise the adjustment to at least this value. This also raises its minimum if permitted. Raises ProcessLookupError or OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 
 
 def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
-    """Return the file that counts kills in the process's control group, or the system's. Raises ProcessLookupError, OSError."""
+    """Return the file that counts out-of-memory kills in the process's control group, or in the whole system.
+
+    Raises ProcessLookupError or OSError.
+    """
     for version, folders in memory_groups(pid, proc=proc).items():
         file = folders[0] / _COUNTER[version]
         if file.exists():
@@ -282,12 +295,15 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 
 def kill_count(counter: Path) -> int:
-    """Return how many processes were killed; 0 if the kernel is too old to count them. Raises OSError, ValueError."""
+    """Return how many processes were killed, or 0 if the kernel is too old to count them. Raises OSError or ValueError."""
     return _counted(counter, "oom_kill")
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Return whether the kernel log says that the killer ended this process; None in a container, or if it is unreadable."""
+    """Return whether the out-of-memory killer ended this process, according to the kernel log.
+
+    Return None if the log is not readable or if this process is in a container.
+    """
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None
     try:
@@ -306,7 +322,7 @@ def _messages(messages: Path) -> list[tuple[int, str]]:
         while True:
             try:
                 record = os.read(log, _LONGEST_MESSAGE)
-            except BrokenPipeError:  # overwritten: read the next
+            except BrokenPipeError:  # this record was overwritten, so read the next one
                 continue
             except BlockingIOError:
                 return found

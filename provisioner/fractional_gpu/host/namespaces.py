@@ -1,8 +1,9 @@
 """Processes in other namespaces: translating pids, and running code in another network namespace.
 
-SO_PEERCRED reports a socket peer's pid in our namespace, but a pid in a message belongs to the peer's namespace (`NSpid` in
-/proc/PID/status has both). Open a namespace before you identify its process: the pid may be reused, the descriptor cannot.
-Never resolve a path below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
+SO_PEERCRED reports the pid of a socket's peer in our namespace, but a pid in a message is from the peer's namespace. `NSpid` in
+/proc/PID/status lists both. Open a namespace before you identify its process, because the pid may be reused but the descriptor may not.
+Never resolve a path below the root of another process (/proc/PID/root), because a link there that begins with `/` leads to the caller's own
+files.
 """
 
 import ctypes
@@ -20,10 +21,10 @@ T = TypeVar("T")
 
 _CLONE_NEWNET: Final = 0x40000000
 _NS_GET_PARENT: Final = 0xB702
-_DEEPEST: Final = 32  # nested pid namespaces; Linux's limit
+_DEEPEST: Final = 32  # Linux's limit for nested pid namespaces
 
 NamespaceId = tuple[int, int]
-"""Device and inode of a namespace's file."""
+"""The device and inode of a namespace's file."""
 
 
 def namespace_of(pid: int, kind: str, *, proc: Path = PROC) -> NamespaceId:
@@ -40,12 +41,12 @@ def own_namespace(kind: str, *, proc: Path = PROC) -> NamespaceId:
 
 
 def nested_pids(pid: int, *, proc: Path = PROC) -> list[int]:
-    """Return the process's pids, from /proc's namespace to its own. Raises ProcessLookupError."""
+    """Return the process's pids in all namespaces from that of /proc to its own. Raises ProcessLookupError."""
     return [int(one) for one in status_field(read_of(pid, "status", proc=proc), b"NSpid").split()]
 
 
 def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
-    """Return our pid of the process with `pid` in the pid namespace of `peer`. Raises ProcessLookupError, PermissionError."""
+    """Return our pid for the process that has `pid` in the pid namespace of `peer`. Raises ProcessLookupError or PermissionError."""
     theirs = namespace_of(peer, "pid", proc=proc)
     if theirs == own_namespace("pid", proc=proc):
         return pid
@@ -53,9 +54,9 @@ def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
 
 
 def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
-    """Identify a process by our pid, even if /proc shows an outer namespace's pids (`unshare --pid` alone).
+    """Identify a process by our pid for it, even if /proc shows the pids of an outer namespace, as after a mere `unshare --pid`.
 
-    Raises the errors of `identify`, which reads the process that /proc shows under a pid.
+    `identify` is called with the pid that /proc shows. Its errors are raised.
     """
     try:
         shown = int(os.readlink(proc / "self"))  # noqa: PTH115
@@ -98,10 +99,10 @@ def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
 
 
 def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
-    """Return whether the process finds our folder at this path, without links through foreign mounts. Raises OSError."""
+    """Return whether the process sees our folder at this path, without following links in foreign mounts. Raises OSError."""
     if namespace_of(pid, "mnt", proc=proc) == own_namespace("mnt", proc=proc):
         return True
-    # Step by step: a link below its root would lead from our root.
+    # Walk step by step, because a link below the process's root would be resolved from our root.
     folder = os.open(proc / str(pid) / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in path.parts[1:]:
@@ -114,7 +115,10 @@ def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
 
 
 def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, NamespaceId] | None:
-    """Open the process's network namespace; return descriptor and id, None if ours. Raises ProcessLookupError, PermissionError."""
+    """Open the process's network namespace, and return the descriptor and the id of the namespace. Return None if it is our own.
+
+    Raises ProcessLookupError or PermissionError.
+    """
     try:
         descriptor = os.open(proc / str(identity.pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -132,17 +136,18 @@ def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, 
 
 
 def in_network(descriptor: int, work: Callable[[], T]) -> T:
-    """Run `work` in a separate thread in the network namespace; threads that it starts stay there.
+    """Run `work` in a separate thread in the network namespace. Threads that `work` starts stay in the namespace.
 
-    Raises PermissionError without CAP_SYS_ADMIN here and over that namespace, OSError, and what `work` raises.
+    Raises what `work` raises, OSError, or PermissionError if this process lacks CAP_SYS_ADMIN in its own user namespace and in the one that
+    owns the network namespace.
     """
 
     def run() -> T:
         _enter(descriptor)
         return work()
 
-    # Never in a pool's thread: it would stay in the namespace, and later work would use the wrong loopback interface.
-    with StartedThreads(1, "in-network") as thread:  # it ends with the block
+    # Do not use a thread of a pool: it would stay in the namespace, and later work would use the wrong loopback interface.
+    with StartedThreads(1, "in-network") as thread:  # the thread ends with the block
         return thread.submit(run).result()
 
 

@@ -1,6 +1,6 @@
-"""The control group that belongs to one user's or seat's processes alone: a unit, a container, a user's slice, a job or pod.
+"""The control group that only the processes of one user or seat use: a unit, a container, a user's slice, a job or a pod.
 
-Only control groups of version 2 count: the driver's memory limits know no others.
+Only control groups of version 2 count, because the driver's memory limits support no others.
 """
 
 import re
@@ -18,14 +18,14 @@ _UNIT: Final = re.compile(r"\.(service|scope)$|^[0-9a-f]{64}$", re.ASCII)  # a u
 
 @dataclass(frozen=True, slots=True)
 class OwnGroup:
-    """A group's path from the hierarchy's root. `is_leaf`: the process is in this group itself, not in one below it."""
+    """A group's path from the root of the hierarchy. `is_leaf` is set if the process is in this group itself, not in a group below."""
 
     path: str
     is_leaf: bool
 
 
 def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
-    """Return the host's path of the process's group of version 2, or None. Raises ProcessLookupError, OSError."""
+    """Return the path on the host of the process's group of version 2, or None. Raises ProcessLookupError or OSError."""
     lines = (line.split(":", 2) for line in lines_of(read_of(pid, "cgroup", proc=proc)))
     path = next((parts[2] for parts in lines if parts[0] == "0"), None)
     mount = next((one for one in mounts(proc=proc) if one.version == 2), None)
@@ -35,9 +35,9 @@ def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
 
 
 def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
-    """Return the group that only the process's user or seat uses, or None. Other kernels in it may prove it shared (see `HardCaps`).
+    """Return the group that only the process's user or seat uses, or None.
 
-    Raises ProcessLookupError, OSError.
+    Kernels of other users in the group may later prove that it is shared (see `HardCaps`). Raises ProcessLookupError or OSError.
     """
     leaf = group_of(pid, proc=proc)
     if leaf is None or leaf == ROOT or leaf == group_of_self(proc=proc):
@@ -51,7 +51,7 @@ def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
             return None
         path = PurePosixPath(user[0])
     else:
-        # The outermost: inside their own unit or container users may have made further groups.
+        # Take the outermost group, because users may have created more groups inside their own unit or container.
         units = [group for group in (*reversed(leaf.parents), leaf) if _UNIT.search(group.name)]
         if not units:
             return None
@@ -60,7 +60,7 @@ def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
 
 
 def own_path(pid: int, uid: int) -> str:
-    """Return the path of that group, or "" if there is none or the process cannot be read. Blocks."""
+    """Return the path of the group from `own_group`, or "" if there is none or the process cannot be read. Blocks."""
     try:
         found = own_group(pid, uid) if pid > 0 else None
     except (ProcessLookupError, OSError):
@@ -69,6 +69,6 @@ def own_path(pid: int, uid: int) -> str:
 
 
 def group_of_self(*, proc: Path = PROC) -> PurePosixPath | None:
-    """Return this process's own group."""
+    """Return the path on the host of this process's group of version 2, or None. Raises OSError."""
     own = (proc / "self").readlink()
     return group_of(int(own.name), proc=proc)

@@ -1,7 +1,7 @@
-"""A UNIX socket's peer: its credentials, from the kernel, and whether it has read everything.
+"""The peer of a UNIX socket: its credentials, as the kernel reports them, and whether it has read all data.
 
-Pid, uid and gid date from when the peer connected (or, for a listening peer, listened). The pid may belong to another process by now,
-so it is a hint until the process is identified.
+The pid, uid and gid are those that the peer had when it connected, or when it began to listen. The pid may belong to another process by
+now, so it is only a hint until the process is identified.
 """
 
 import errno
@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 _UCRED: Final = struct.Struct("iII")
 _INT: Final = struct.Struct("i")
 _SO_PEERGROUPS: Final = 59  # missing from Python's socket module
-_GROUPS_BYTES: Final = 1024  # Python's limit for getsockopt: 256 groups
+_GROUPS_BYTES: Final = 1024  # Python's limit for getsockopt, which is enough for 256 groups
 
 
 class PeerCredentials(NamedTuple):
-    """`pid` is 0 if the peer's pid namespace is not visible here."""
+    """The credentials of a peer. `pid` is 0 if the peer's pid namespace is not visible from here."""
 
     pid: int
     uid: int
@@ -37,7 +37,7 @@ def peer_credentials(sock: socket.socket) -> PeerCredentials:
 
 
 def peer_groups(sock: socket.socket) -> frozenset[int]:
-    """Return the peer's groups at connection, or just the primary one if more than 256. Raises as `peer_credentials`."""
+    """Return the groups that the peer had when it connected, or only its primary group if it had more than 256. Raises ValueError."""
     gid = peer_credentials(sock).gid
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
@@ -49,13 +49,13 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Return whether the peer has not read everything yet. A thread blocked in a read takes data without running code."""
+    """Return whether the peer has not read all data yet. A thread that is blocked in a read receives data without running any code."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
 
 
 def detects_unread() -> bool:
-    """Return whether `unread` works here: some systems that emulate Linux do not support it for UNIX sockets."""
+    """Return whether `unread` works on this system. Some systems that emulate Linux do not support it for UNIX sockets."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:

@@ -1,10 +1,11 @@
-"""Processes: their identity, a kernel's process tree, and ipykernel's command line.
+"""Processes: their identity, the process tree of a kernel, and the command line of ipykernel.
 
-- An identity is (boot id, pid, start time). Before an operation on a pid, open its pidfd and check the identity again: from then on the pid
-  cannot be reused. Only thread-group leaders have one: /proc also has a folder for each thread id.
-- A zombie is dead, unless it exited before its threads, which keep its memory. PermissionError is passed on: we do not guess.
-- A process chooses the size of its environment, command line and mappings, up to gigabytes (PR_SET_MM). Read them only with `pieces`, which
-  stops after 8 MiB, and never on an event loop.
+- An identity consists of the boot id, the pid and the start time. Before an operation on a pid, open its pidfd and check the identity
+  again: from then on the pid cannot be reused. Only thread-group leaders have an identity, although /proc also has a folder for each thread
+  id.
+- A zombie counts as dead, unless it exited before its threads, which keep its memory. PermissionError is raised, because we do not guess.
+- A process chooses the size of its environment, command line and mappings, which may be gigabytes (PR_SET_MM). Read them only with
+  `pieces`, which stops after 8 MiB, and never on an event loop.
 """
 
 import os
@@ -23,7 +24,7 @@ _HELD_UP_STATES: Final = frozenset("Tt")
 _AT_ONCE: Final = 1 << 16  # bytes
 MOST_BYTES: Final = 8 << 20
 """The most bytes to read from a file in /proc whose size a process chooses."""
-_MOST_BYTES_PER_UID: Final = 8 * MOST_BYTES  # of environments per scan
+_MOST_BYTES_PER_UID: Final = 8 * MOST_BYTES  # how much of each user's environments a scan reads
 _LONGEST_ENTRY: Final = 1 << 17  # bytes; Linux's limit for an argument or variable
 _MOST_DESCRIPTORS: Final = 1 << 16
 _PF_FORKNOEXEC: Final = 0x00000040
@@ -32,7 +33,7 @@ _PF_KTHREAD: Final = 0x00200000
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessIdentity:
-    """One process, however its pid is reused. `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """One process, even if its pid is reused. `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
 
     boot_id: str
     pid: int
@@ -61,7 +62,7 @@ class ProcessStat:
     ppid: int
     session: int
     kernel_thread: bool
-    forked: bool  # forked without an exec since: it shares its parent's open files
+    forked: bool  # forked without an exec since then, so it shares its parent's open files
     threads: int
     start_time: int
 
@@ -76,7 +77,7 @@ class ProcessStat:
 
 def parse_stat(raw: bytes) -> ProcessStat:
     try:
-        # comm may contain spaces and parentheses: it ends at the last ")".
+        # comm may contain spaces and parentheses, so it ends at the last ")".
         start, end = raw.index(b"("), raw.rindex(b")")
         fields = raw[end + 1 :].split()
         return ProcessStat(
@@ -107,7 +108,7 @@ def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
 
 
 def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
-    """Identify a process. Raises ProcessLookupError (also for a zombie), or ValueError for a thread's id."""
+    """Identify a process. Raises ProcessLookupError if it does not exist or is a zombie, and ValueError for the id of a thread."""
     if pid <= 0:
         raise ProcessLookupError(f"{pid} is not a process id: process ids are positive")
     stat = read_stat(pid, proc=proc)
@@ -120,7 +121,7 @@ def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
-    """Return whether this process is running: same boot, same start time, no zombie. Raises PermissionError."""
+    """Return whether this same process is still running and is not a zombie. Raises PermissionError."""
     try:
         stat = read_stat(identity.pid, proc=proc)
     except ProcessLookupError:
@@ -129,19 +130,22 @@ def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
 
 
 def owner_uid(pid: int, *, proc: Path = PROC) -> int:
-    """Return the real uid, even if the process may not be traced and /proc/PID is root's. Raises ProcessLookupError."""
+    """Return the real uid, even if the process may not be traced and /proc/PID belongs to root. Raises ProcessLookupError."""
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
 def owner_and_name(pid: int, *, proc: Path = PROC) -> tuple[int, str]:
-    """Return the real uid and the name that the process gave itself. Both come from one read, as the pid could be reused."""
+    """Return the real uid and the name that the process gave itself. Both come from one read, because the pid could be reused."""
     status = read_of(pid, "status", proc=proc)
-    name = status.partition(b"\n")[0].partition(b":")[2]  # perhaps empty; the kernel escapes line feeds
+    name = status.partition(b"\n")[0].partition(b":")[2]  # this may be empty; the kernel escapes line feeds
     return parse_uid(status), name.strip().decode("utf-8", "backslashreplace")
 
 
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
-    """Return the process's initial environment, which it can overwrite. Blocks. Raises ProcessLookupError, PermissionError."""
+    """Return the initial environment of the process, which the process can overwrite. Blocks.
+
+    Raises ProcessLookupError or PermissionError.
+    """
     found: dict[str, str] = {}
     for entry in _of_process(entries(f"{proc}/{pid}/environ"), pid):
         name, separator, value = entry.partition(b"=")
@@ -159,9 +163,9 @@ def read_command(pid: int, *, proc: Path = PROC) -> list[str]:
 
 
 def open_pidfd(identity: ProcessIdentity) -> int:
-    """Return a descriptor that becomes readable when the process exits; the caller closes it. Raises ProcessLookupError."""
+    """Return a descriptor that becomes readable when the process exits. The caller closes it. Raises ProcessLookupError."""
     descriptor = os.pidfd_open(identity.pid)
-    # The pid could have been reused before the descriptor was open; from here on it cannot be.
+    # The pid could have been reused before the descriptor was open, but not after that.
     try:
         alive = is_alive(identity)
     except OSError:
@@ -176,8 +180,8 @@ def open_pidfd(identity: ProcessIdentity) -> int:
 def kill_marked(name: str, value: str) -> list[int]:
     killed = []
     for pid in [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]:
-        with suppress(OSError):  # it has exited, or is another user's
-            # Opened before reading the environment: from then on the signal cannot reach another process with this pid.
+        with suppress(OSError):  # the process has exited, or it belongs to another user
+            # Open the pidfd before reading the environment, so that the signal cannot reach another process with the same pid.
             descriptor = os.pidfd_open(pid)
             try:
                 if environment_value(pid, name) == value:
@@ -189,7 +193,7 @@ def kill_marked(name: str, value: str) -> list[int]:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """Read a file, in the folder with this descriptor if any. Fast: a suspend reads dozens. Raises OSError."""
+    """Read a file, relative to the descriptor `folder` if given. This is fast, because a suspend reads dozens of files. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)
@@ -202,7 +206,7 @@ def read_file(path: str, folder: int | None = None) -> bytes:
 
 
 def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
-    """Yield a /proc file whose size a process chooses, piece by piece up to `MOST_BYTES`. Blocks. Raises OSError."""
+    """Yield the pieces of a /proc file whose size a process chooses, up to `MOST_BYTES` in total. Blocks. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         left = MOST_BYTES
@@ -214,7 +218,7 @@ def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
 
 
 def entries(path: str, separator: bytes = b"\0") -> Iterator[bytes]:
-    """Yield the entries of such a file, cutting long ones. Blocks. Raises OSError."""
+    """Yield the entries of a /proc file whose size a process chooses. Long entries are cut. Blocks. Raises OSError."""
     rest = b""
     for piece in pieces(path):
         *whole, rest = (rest + piece).split(separator)
@@ -244,7 +248,7 @@ def _of_process(found: Iterator[bytes], pid: int) -> Iterator[bytes]:
 
 
 def lines_of(content: bytes) -> list[str]:
-    """Split at line feeds only, unlike `str.splitlines`: users choose names in /proc files."""
+    """Split at line feeds only, unlike `str.splitlines`, because users choose names that appear in /proc files."""
     return [os.fsdecode(line) for line in content.split(b"\n") if line]
 
 
@@ -260,7 +264,7 @@ def thread_group(pid: int, *, proc: Path = PROC) -> int:
 
 
 def status_field(status: bytes, name: bytes) -> bytes:
-    # A process chooses its name, and the kernel escapes only its line feeds. splitlines() also splits at other characters.
+    # A process chooses its name, and the kernel escapes only line feeds in it. splitlines() also splits at other characters.
     for line in status.split(b"\n"):
         key, _, value = line.partition(b":")
         if key == name and value.strip():
@@ -268,10 +272,11 @@ def status_field(status: bytes, name: bytes) -> bytes:
     raise ValueError(f"/proc/PID/status has no field {name.decode()}: {status[:200]!r}")
 
 
-# A kernel's tree is the root, its descendants, the members of any session they lead, and processes of the root's user that were
-# started with the marker (the lease's id) in their environment; and so on for each of these. A process once seen in a tree belongs
-# to it for good: it still has memory that was reserved for the kernel. A pass may miss processes that start during it: scan again for
-# certainty. A process is read through a descriptor of its /proc folder, which never mixes two processes that had the same pid.
+# The tree of a kernel contains the root, its descendants, the members of any session that one of them leads, and the processes of the
+# root's user that were started with the marker (the id of the lease) in their environment. The same applies to each of these processes.
+# A process that was once seen in a tree always belongs to it, because it still has memory that was reserved for the kernel. A scan may miss
+# processes that start during the scan, so scan again to be certain. A process is read through a descriptor of its /proc folder, so the data
+# of two processes with the same pid are never mixed.
 
 
 _DEEPEST = 64  # generations
@@ -316,7 +321,10 @@ class Snapshot:
         return identity in self and self._by_pid[identity.pid].stopped_or_traced
 
     def forked_from(self, identity: ProcessIdentity) -> list[ProcessIdentity]:
-        """Return the ancestors whose memory and files the process inherited by forks, nearest first, up to one that has exited."""
+        """Return the ancestors whose memory and files the process inherited through forks, nearest first.
+
+        The list ends before an ancestor that has exited.
+        """
         ancestors: list[ProcessIdentity] = []
         process = self._by_pid[identity.pid] if identity in self else None
         while process is not None and process.forked:
@@ -330,7 +338,7 @@ class Snapshot:
         return self._by_pid[pid].marker if pid in self._by_pid else None
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
-        """Return marked processes by marker value, oldest first; only the user's if `uid` is given."""
+        """Return the marked processes by the value of the marker, oldest first. If `uid` is given, return only those of this user."""
         return {
             value: sorted(
                 (process.identity for process in members), key=lambda identity: (identity.start_time, identity.pid)
@@ -355,11 +363,12 @@ class Snapshot:
         apart: Collection[ProcessIdentity] = (),
         also: Collection[ProcessIdentity] = (),
     ) -> list[ProcessIdentity]:
-        """Return the tree of `root` (None: of only `marker` and `also`), oldest first.
+        """Return the processes of the tree, oldest first. If `root` is None, the tree begins at the processes of `marker` and `also`.
 
-        If the root has exited, another process may have its pid, so marked processes and its session's members count only if they belong to
-        `uid` (None: the live root's user). `apart`: the roots of other trees, left out with all that is only below them. `also`: processes
-        seen in this tree before, which always belong to it.
+        If the root has exited, another process may have its pid. Therefore, marked processes and members of the root's session count only
+        if they belong to `uid`, or to the user of the live root if `uid` is None. `apart` has the roots of other trees, which are left out
+        together with all processes that are only below them. `also` has processes that were seen in this tree before, which always belong
+        to it.
         """
         if root is not None and root.boot_id != self._boot:
             return []
@@ -383,7 +392,7 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Return whether the process is `root`, or descends from it but not through `others`. Raises PermissionError."""
+    """Return whether the process is `root` or a descendant of it, but not through one of `others`. Raises PermissionError."""
     for _ in range(_DEEPEST):
         if pid == root.pid:
             return is_alive(root)
@@ -397,17 +406,20 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
 
 
 def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Read all processes, and these users' variable `marker_name` (None: all users'). Blocks. Raises OSError."""
+    """Read all processes, and the variable `marker_name` of the users in `uids`, or of all users if that is None.
+
+    Blocks. Raises OSError.
+    """
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
-    # Every suspend and resume waits for this: no objects for paths and files, and one read per file.
+    # Every suspend and resume waits for this, so create no objects for paths and files, and read each file only once.
     markers = None if marker_name is None else _Markers(os.fsencode(marker_name), uids)
     seen = (_look(pid, boot, markers, f"{proc}/{pid}") for pid in pids)
     return Snapshot(boot, (process for process in seen if process is not None))
 
 
 class _Markers:
-    """Reads a variable from processes' environments in one scan, within a limit per user."""
+    """Reads a variable from the environments of processes in one scan. There is a limit for each user."""
 
     def __init__(self, name: bytes, uids: Collection[int] | None) -> None:
         self._name = name
@@ -447,14 +459,14 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _ProcessE
     return _ProcessEntry(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
 
 
-# A process's mapped and open files. A removed file keeps its old path; an unreadable process has none.
+# The files that a process maps or has open. A file that was removed is shown with its old path. A process that cannot be read has no files.
 
 
 _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Return whether the process maps a file whose path matches; `unreadable` if that is unknown. Blocks."""
+    """Return whether the process maps a file whose path matches. Return `unreadable` if its maps cannot be read. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -464,7 +476,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a file open whose path matches; True beyond 65,536 descriptors. Blocks."""
+    """Return whether the process has a file open whose path matches. Return True if it has 65,536 or more descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:
@@ -475,7 +487,7 @@ def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> b
         try:
             path = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - a process may have thousands
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has just been closed
+            continue  # the file has just been closed
         if fits(path.removesuffix(_DELETED)):
             return True
     return len(names) == _MOST_DESCRIPTORS
@@ -486,7 +498,7 @@ def _path(line: str) -> str:
     return fields[5].removesuffix(_DELETED) if len(fields) == 6 else ""
 
 
-# How a command line starts ipykernel: in kernelspecs, or in live processes if the ledger is lost.
+# How a command line starts ipykernel. This is used for kernelspecs, and for live processes if the ledger is lost.
 
 
 EXTENSION: Final = "fractional_gpu_kernel"  # `-m EXTENSION MODULE` adds our extension to `-m MODULE`

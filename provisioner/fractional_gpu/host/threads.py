@@ -1,7 +1,7 @@
-"""Threads that start before they are needed: a user's process limit also counts threads, and may be reached at any later time.
+"""Threads that start before they are needed, because a user's process limit includes threads and may be reached at any time.
 
-The standard library's pool starts a thread when work arrives. If the system refuses the thread, the caller gets RuntimeError, yet the
-queued work may run later.
+The thread pool of the standard library starts a thread when work arrives. If the system refuses the thread, the caller gets RuntimeError,
+although the work is queued and may still run later.
 """
 
 import errno
@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class StartedThreads(ThreadPoolExecutor):
-    """A thread pool that starts all its `count` threads at once. Raises OSError if the system has no threads left."""
+    """A thread pool that immediately starts all its `count` threads. Raises OSError if the system allows no more threads."""
 
     def __init__(self, count: int, name: str) -> None:
         super().__init__(max_workers=count, thread_name_prefix=name)
         all_there = threading.Event()
         try:
             for _ in range(count):
-                self.submit(all_there.wait)  # none is free before all have started, so each needs a new one
+                self.submit(all_there.wait)  # no thread is free before all have started, so each task starts a new one
         except RuntimeError as error:
             self.shutdown(wait=False)
             raise _shortage(error) from error

@@ -1,7 +1,7 @@
-"""A pipe that wakes a waiting main thread on a signal: the C-level handler writes to it.
+"""A pipe that wakes a waiting main thread when a signal arrives, because the C-level signal handler writes to it.
 
-A Python handler runs between two instructions, so a signal just before a blocking call is not seen until the call ends. The pipe becomes
-readable as soon as the signal comes, so `select` returns.
+A Python signal handler runs between two instructions, so a signal just before a blocking call is not handled until the call ends. The pipe
+becomes readable as soon as the signal arrives, so `select` returns.
 """
 
 import os
@@ -15,7 +15,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Install these signal handlers during the block. Main thread only."""
+    """Install these signal handlers during the block. Use this only in the main thread."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -26,7 +26,7 @@ def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None
 
 @contextmanager
 def signal_pipe() -> Iterator[int]:
-    """Yield a descriptor that becomes readable on a handled signal. Main thread only."""
+    """Yield a descriptor that becomes readable when a handled signal arrives. Use this only in the main thread."""
     source, sink = os.pipe()
     for descriptor in (source, sink):
         os.set_blocking(descriptor, False)
@@ -40,7 +40,7 @@ def signal_pipe() -> Iterator[int]:
 
 
 def drain(source: int) -> None:
-    """Empty the pipe, so that only a new signal makes it readable."""
+    """Empty the pipe, so that it becomes readable again only on a new signal."""
     with suppress(BlockingIOError):
         while os.read(source, 4096):
             pass

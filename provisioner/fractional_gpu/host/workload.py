@@ -1,9 +1,10 @@
-"""The Slurm job or Kubernetes pod that a process belongs to, by its control group, and the group's memory limit and existence.
+"""The Slurm job or Kubernetes pod of a process, which its control group shows, and the memory limit of that group.
 
-Only root and the engine's daemons move processes into these groups, and a process cannot leave its own, so the group is proof. Paths start
-at the hierarchy's root: the same name deeper down, in a group delegated to a user, proves nothing. We know Slurm's groups of version 1
-(`/slurm/uid_1000/job_12/step_0`, or `/slurm_NODE/...`) and 2 (`/system.slice/slurmstepd.scope/job_12/...`), and Kubernetes' groups by the
-systemd and cgroupfs drivers, also within kind. A reader in a separate cgroup namespace sees the groups above its own as `/..`.
+Only root and the engine's daemons move processes into these groups, and a process cannot leave its group, so the group is proof. Paths must
+start at the root of the hierarchy, because the same name further down, in a group that is delegated to a user, proves nothing. We recognise
+the groups of Slurm in version 1 (`/slurm/uid_1000/job_12/step_0` or `/slurm_NODE/...`) and version 2
+(`/system.slice/slurmstepd.scope/job_12/...`). We also recognise the groups of Kubernetes with the systemd and cgroupfs drivers, including
+those in kind. A reader in a separate control group namespace sees the groups above its own as `/..`.
 """
 
 import re
@@ -30,7 +31,7 @@ _POD: Final = re.compile(
     rf"|(?:/kubelet)?/kubepods(?:/burstable|/besteffort)?/pod({_UID})(?=/|$)",
     re.ASCII,
 )
-# The same as seen from a neighbouring group: without the names that both share.
+# The same paths as seen from a neighbouring group, without the names that both groups share.
 _POD_OF_NEIGHBOUR: Final = re.compile(
     r"(?:/(?:kubelet-)?kubepods\.slice)?(?:/(?:kubelet-)?kubepods-(?:burstable|besteffort)\.slice)?"
     rf"/(?:kubelet-)?kubepods(?:-burstable|-besteffort)?-pod({_UID})\.slice(?=/|$)"
@@ -51,12 +52,12 @@ _PLACES: Final = {
     ),
 }
 BASE_MIB: Final = 1024
-"""The host memory that a kernel's processes use before anything is saved there, in MiB: Python, a framework, the driver's part."""
+"""The host memory, in MiB, that a kernel uses for Python, a framework and the driver, before any device memory is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A job or pod. `group`: its control group's path from the hierarchy's root, as the reader sees it."""
+    """A job or pod. `group` is the path of its control group from the root of the hierarchy, or "" if the reader cannot see that."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # the job's number, or the pod's UID with dashes
@@ -72,7 +73,7 @@ def workload_name(engine: str, workload_id: str) -> str:
 
 
 def parse_workload(cgroup: bytes) -> Workload | None:
-    """Parse /proc/PID/cgroup; None if it names no workload or its hierarchies contradict each other."""
+    """Parse /proc/PID/cgroup. Return None if it names no workload, or if its hierarchies contradict each other."""
     found: dict[str, Workload] = {}
     for line in lines_of(cgroup):
         path = line.split(":", 2)[-1]
@@ -86,7 +87,7 @@ def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
 
 
 def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
-    """Return our job's or pod's name, or "". If the groups are hidden, uses the engines' variables. Never raises."""
+    """Return the name of our job or pod, or "". If the control groups are hidden, use the engine's environment variables. Never raises."""
     try:
         found = parse_workload((proc / "self" / "cgroup").read_bytes())
     except OSError:
@@ -99,7 +100,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Return whether this process serves the whole host rather than its own pod: process 1 is in another control group. Raises OSError."""
+    """Return whether this process serves the whole host and not its own pod, as process 1 is in another control group. Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 
@@ -116,7 +117,7 @@ def _of_path(path: str) -> Workload | None:
 
 
 def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
-    """Return the workload's control group, "" if no mounted hierarchy shows it. Raises OSError."""
+    """Return the path of the workload's control group, or "" if no mounted hierarchy shows it. Raises OSError."""
     forms = [place.format(id=workload_id, id_=workload_id.replace("-", "_")) for place in _PLACES.get(engine, ())]
     for mount in mounts(proc=proc):
         if mount.root != ROOT:
@@ -131,14 +132,17 @@ def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
 
 
 def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
-    """Return whether a hierarchy has this group, or None if no mount could show it. Raises OSError."""
+    """Return whether this group exists in a hierarchy, or None if no mounted hierarchy could show it. Raises OSError."""
     folders = [mount.folder(PurePosixPath(group)) for mount in mounts(proc=proc)]
     shown = [folder.is_dir() for folder in folders if folder is not None]
     return any(shown) if shown else None
 
 
 def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) -> str:
-    """Say why the group cannot hold a suspended kernel with `cap_mib` of device memory, or "". Raises OSError, ValueError."""
+    """Return the reason why the group cannot hold a suspended kernel with `cap_mib` of device memory, or "".
+
+    Raises OSError or ValueError.
+    """
     limit = group_limit(group, proc=proc)
     base_mib = max(BASE_MIB, group_used_mib(group, proc=proc))
     if limit is None or limit.mib >= base_mib + cap_mib:
