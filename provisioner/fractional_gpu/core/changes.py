@@ -1,7 +1,7 @@
-"""The only place where a lease's state or ticket changes: each change updates the books and emits effects.
+"""The only place where a lease's state or ticket changes. Each change updates the books and emits effects.
 
-The methods for states come first, then those for the queue and gates, then swaps. `transitions` defines which changes are legal;
-`lifecycle` makes them for events, `scheduler` for the queue.
+The methods for states come first, then those for the queue and gates, and then those for swaps. `transitions` defines which changes are
+legal. `lifecycle` calls these methods for events, and `scheduler` for the queue.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from fractional_gpu.core.suspend import update_suspendability
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
 
-_FEW, _ONE_OF = 64, 32  # from `_FEW` tickets on, only one in `_ONE_OF` has its forecast checked against the outcome
+_FEW, _ONE_OF = 64, 32  # with `_FEW` or more tickets, only one in `_ONE_OF` has its forecast compared with the outcome
 _NOT_ON_DEVICE = (LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED)
 _AT_ONCE_MS = 100  # a shorter wait is reported as "at once"
 _AHEAD_OF_ALL = 1 << 60  # moves a ticket ahead of any other order number
@@ -70,7 +70,7 @@ class Changes:
     # -- states ------------------------------------------------------------------------------------------------------------------
 
     def change_state(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the lease's state for this cause. Raises IllegalTransitionError."""
+        """Change the lease's state for this cause. Raise IllegalTransitionError if the table does not allow the change."""
         old = lease.state
         new = next_state(old, cause)
         lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
@@ -106,7 +106,7 @@ class Changes:
         self.record(lease.lease_id, f"declined.{reason}", sentence)
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Decline a request to suspend the lease, and drop it."""
+        """Decline the request to suspend the lease, and drop the request."""
         lease.suspend_requested_by = None
         self.decline(lease, reason, sentence)
 
@@ -131,7 +131,7 @@ class Changes:
         lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
 
     def release_everything(self, lease: Lease) -> None:
-        """Free everything the lease holds. An operation under way keeps its swap channel until its worker answers."""
+        """Free everything that the lease holds. An operation under way keeps its swap channel until its worker answers."""
         self.withdraw_ticket(lease)
         self.books.parked.pop(lease.lease_id, None)
         lease.suspend_requested_by = None
@@ -154,7 +154,7 @@ class Changes:
         lease.expectation = lease.rhythm_ms = None
 
     def set_pin(self, lease: Lease, until_ms: int) -> None:
-        """Set when the pin ends (0: no pin) and charge the remaining time to the budget. Emits no effect."""
+        """Set when the pin ends, or 0 for no pin, and charge the remaining time to the budget. This emits no effect."""
         account = self.books.accounts.of(lease)
         spent_ms = account.spent_pin_ms(self.books.policy(lease), self.now_ms) - max(
             0, lease.pinned_until_ms - self.now_ms
@@ -174,7 +174,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Keep everything that a lease in an unknown state may hold, and ask for its real state."""
+        """Put a lease in quarantine, where it keeps everything that it may hold, and ask for its real state."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
@@ -184,7 +184,7 @@ class Changes:
     def file_ticket(
         self, lease: Lease, *, before_start: bool = False, urgent: bool = False, preempted: bool = False
     ) -> None:
-        """Put the lease in the queue, or upgrade its ticket. A revoked lease gets no ticket."""
+        """Put the lease in the queue, or update its ticket if it has one. A revoked lease gets no ticket."""
         if lease.revoked:
             return
         old = lease.ticket
@@ -211,7 +211,7 @@ class Changes:
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
-        """Return a new ticket in the last place of its priority, or in the first place if `first`."""
+        """Return a new ticket that has the last place of its priority, or the first place if `first` is set."""
         order = self._next_order - _AHEAD_OF_ALL if first else self._next_order
         ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
@@ -224,7 +224,7 @@ class Changes:
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
-        """Queue the next cell of a lease with a closed gate. No cell of the lease runs until that one is let in."""
+        """Queue the next cell of a lease whose gate is closed. No cell of the lease runs until this cell is let in."""
         self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
@@ -239,7 +239,7 @@ class Changes:
         lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Add to the lease's story why its ticket waits, unless the story or the lease's sentence already says so."""
+        """Record in the lease's story why its ticket waits, unless the story or the lease's sentence already says so."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code
@@ -251,11 +251,11 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether an operation may begin. Channels kept for suspends before a deadline are not free."""
+        """Whether an operation may begin. Channels that are kept for suspends before a deadline are not free."""
         return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
-        """Reserve room for a lease. Resume it if it is saved; otherwise it becomes resident at once."""
+        """Reserve room for a lease. If its state is saved, resume it. Otherwise it becomes resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         own_mib = lease.unreserved_mib
@@ -286,7 +286,7 @@ class Changes:
         self.emit_granted(lease)
 
     def become_resident(self, lease: Lease) -> None:
-        """Reset what is known of a lease that becomes resident. Its idle time starts now, so that it gets a chance to run."""
+        """Reset the record of a lease that becomes resident. Its idle time starts now, so that it gets a chance to run."""
         lease.last_active_ms, lease.is_measured = self.now_ms, False
         lease.has_run = lease.busy or lease.came_early
         lease.home_ids, lease.rhythm_ms = (), None
@@ -317,7 +317,7 @@ class Changes:
         )
 
     def ask_to_shrink(self, lease: Lease) -> bool:
-        """Ask an idle lease to release its caches, once per idle period. Return whether the answer is still pending."""
+        """Ask an idle lease to free its caches, once per idle period. Return whether the answer is still pending."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
             lease.shrink.is_requested = True
@@ -325,7 +325,7 @@ class Changes:
         return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
-        """Begin a suspend, which preempts the lease if it is working. Raises ValueError if host memory is too short."""
+        """Begin a suspend, which preempts the lease if it is working. Raise ValueError if host memory is too short."""
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory; only {left_mib} MiB is left")
@@ -364,7 +364,7 @@ class Changes:
         return operation
 
     def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
-        """Free a finished operation's swap channel. Return its lease and duration in ms, or None if it is stale or unknown."""
+        """Free a finished operation's swap channel. Return its lease and duration in ms, or None if the report is stale or unknown."""
         operation = self.operations.get(reported.operation_id)
         known = operation == reported
         if known:

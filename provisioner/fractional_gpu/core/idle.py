@@ -1,16 +1,17 @@
-"""When an idle lease is suspended even though no ticket needs its room.
+"""Decides when an idle lease is suspended even though no ticket needs its room.
 
 A pool sets a fixed time (`idle_after_ms`), or lets the arbiter decide (`idle_auto`). The arbiter suspends a lease once holding its room has
-cost as much as restoring it will cost. This is the ski-rental problem: whenever the next cell comes, the total cost is at most twice that
+cost as much as restoring it will cost. This is the ski-rental problem. Whenever the next cell comes, the total cost is at most twice that
 of the better choice.
 
 - Restoring costs the time of the resume.
-- Holding costs the time that other cells lose, which is learnt (`HoldCosts`): how long tickets waited for idle leases to be saved, spread
-  over the memory that the pool's idle leases held during that time. This counts `_LOST_COUNTS` times.
+- Holding costs the time that other cells lose. The arbiter learns it (`HoldCosts`) from how long tickets waited for idle leases to be
+  saved, and spreads it over the memory that the pool's idle leases held during that time. It counts `_LOST_COUNTS` times.
 - A pool may also set a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
 
-While holding costs nothing, no lease is suspended: a ticket that needs the room takes it anyway. Saved leases use host memory, which may be
-needed for suspends that tickets demand, so no lease is suspended this way if more than half of host memory would then be in use.
+While holding costs nothing, no lease is suspended, because a ticket that needs the room takes it anyway. Saved leases use host memory,
+which may be needed when tickets make suspends necessary. So no lease is suspended this way if more than half of the host memory would then
+be in use.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ _LOST_COUNTS = 10
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """Return when to suspend an idle lease even if no ticket needs its room, or None for never or if it cannot be suspended."""
+    """Return when to suspend an idle lease even if no ticket needs its room, or None if it should not or cannot be suspended."""
     if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
@@ -51,7 +52,7 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
 
 
 def _spares_host_memory(books: Books, lease: Lease) -> bool:
-    """Return whether suspending the lease leaves half of host memory free. With `idle_after_ms` that does not matter."""
+    """Return whether half of the host memory stays free if the lease is suspended. This does not matter with `idle_after_ms`."""
     if books.policy(lease).idle_after_ms is not None:
         return True
     return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
@@ -60,7 +61,7 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
 def suspend_idle(changes: "Changes") -> bool:
     """Suspend leases that have been idle long enough, and schedule a recheck for the others.
 
-    Return whether any of them was waiting to grow in place, so that room kept for it is free again.
+    Return whether any suspended lease was waiting to grow in place, so that the room kept for it is free again.
     """
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):
@@ -84,13 +85,13 @@ def suspend_idle(changes: "Changes") -> bool:
 
 
 def _neighbours_leave_for(lease: Lease) -> bool:
-    """Return whether neighbours are leaving so that the lease can grow in place. Suspending it would waste that."""
+    """Return whether neighbours are leaving so that the lease can grow in place. Suspending the lease would waste their swaps."""
     wait = lease.ticket.wait if lease.ticket is not None else None
     return lease.is_growing and wait is not None and wait.code == "wait.making-room"
 
 
 def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
-    """Schedule a recheck for when the lease is due, and warn its kernel once before that if its pool wants it."""
+    """Schedule a recheck for when the lease is due. If its pool gives a warning, warn its kernel once before that."""
     books, now_ms = changes.books, changes.now_ms
     warn_ms = books.policy(lease).warn_before_ms
     is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms
@@ -107,8 +108,8 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how long after its last activity to suspend the lease, or None while holding is free."""
-    # Cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
+    """Return how long after its last activity to suspend the lease, in ms, or None while holding is free."""
+    # The result is cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
         lease.leaves = (_break_even_ms(books, pool, lease), *key)
@@ -116,7 +117,7 @@ def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return after how many ms holding has cost as much as restoring. Prices are in millionths of the currency per hour."""
+    """Return after how many ms holding the room has cost as much as restoring. Prices are in millionths of the currency per hour."""
     wait = pool.wait_price_milli * 1000
     lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost
@@ -128,12 +129,12 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Count the expected time to save an idle lease for the ticket, before the save begins."""
+    """Add the expected time to save an idle lease to the ticket's record, before the save begins."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn the cost of holding idle leases from a lease that got room, with or without a ticket."""
+    """Learn what it costs to hold idle leases from a lease that got room, with or without a ticket."""
     pool = lease.spec.pool
     # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

@@ -1,16 +1,16 @@
-"""Move leases to other devices: suspend a lease, then resume it at once on its target, where room is kept for it.
+"""Moves leases to other devices. A move suspends the lease and resumes it at once on its target device, where room is kept for it.
 
 A lease moves if
 
-- an administrator requests it (`move_on_request`): at once or not at all;
-- it is idle and can grow elsewhere (`move_to_grow`);
-- it must make room for a ticket and fits elsewhere (`move_aside`); in a pool with `move_busy`, that may be a busy lease if idle ones cannot
-  make room (`plan_busy_move`);
-- it is busy and would get more compute elsewhere (`relieve_compute`);
-- it is idle and moving it helps to empty its device (`empty_devices`).
+- an administrator requests the move, which happens at once or not at all (`move_on_request`);
+- it is idle and can grow on another device (`move_to_grow`);
+- it must make room for a ticket and fits on another device (`move_aside`). In a pool with `move_busy`, a busy lease may be moved like this
+  if idle leases cannot make room (`plan_busy_move`);
+- it is busy and would get more compute on another device (`relieve_compute`);
+- it is idle and the move helps to empty its device (`empty_devices`).
 
-A moving lease has a ticket from the start, ahead of all others of its priority. If its target cannot take it after all (a process without a
-lease took the memory, or the device was lost), it becomes an ordinary suspended lease with a ticket.
+A moving lease has a ticket from the start, ahead of all others of its priority. If its target cannot take it after all, because a process
+without a lease took the memory or the device was lost, it becomes an ordinary suspended lease with a ticket.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ from fractional_gpu.core.words import name_for
 
 
 def kept_mib(lease: Lease) -> int:
-    """Return the memory kept for a moving lease on each of its targets, MiB."""
+    """Return the memory that is kept for a moving lease on each of its targets, in MiB."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
 
@@ -50,7 +50,7 @@ def _may_go(books: Books, lease: Lease) -> bool:
 
 
 class Migrations:
-    """Moves that make room for tickets, in one pass over the queue."""
+    """The moves that make room for tickets in one pass over the queue."""
 
     def __init__(self, changes: Changes, capacity: Capacity) -> None:
         self._changes = changes
@@ -68,7 +68,10 @@ class Migrations:
         return self._move(lease, need_mib, "move.grow", f"it moves to a device with {format_memory(need_mib)} free")
 
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
-        """Move a victim to another device instead of suspending it, if it fits there. Idle ones do not move for a saved beneficiary."""
+        """Move a victim to another device instead of suspending it, if it fits there. Return whether it moves.
+
+        An idle victim does not move for a lease whose state is saved.
+        """
         if not _may_go(self._books, victim):
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
@@ -77,7 +80,7 @@ class Migrations:
         return self._move(victim, victim.held_mib, "move.defragment", why, lease)
 
     def _move(self, lease: Lease, need_mib: int, reason: str, sentence: str, beneficiary: Lease | None = None) -> bool:
-        """Move the lease to a device where the need fits now, if there is one. Return whether it moves."""
+        """Move the lease to a device that has `need_mib` free now, if there is one. Return whether it moves."""
         targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
         if targets is None:
             return False
@@ -87,7 +90,7 @@ class Migrations:
         return True
 
     def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
-        """Return a plan to move one busy lease that holds enough memory and fits elsewhere, or None."""
+        """Return a plan to move one busy lease that holds enough memory and fits on another device, or None if there is no such lease."""
         pool = self._books.policy(lease)
         if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
             return None
@@ -118,7 +121,7 @@ def begin_move(
     *,
     beneficiary: Lease | None = None,
 ) -> None:
-    """Suspend the lease, with a ticket for its targets ahead of all others. `beneficiary`: the lease that gets its room, if any."""
+    """Suspend the lease, with a ticket for its targets ahead of all others. `beneficiary` is the lease that gets its room, if any."""
     ticket = lease.ticket  # it already has one if it waits to grow
     if ticket is None:
         ticket = changes.new_ticket(first=True)
@@ -132,13 +135,13 @@ def begin_move(
 
 
 BUSY_CHANNEL = "swap-channel"
-"""Refusal code: retry once another kernel's swap has ended."""
+"""The code of a refusal that can be retried once another kernel's swap has ended."""
 
 
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
-    """Begin a requested move, or return why not. The caller must have checked that the lease can be suspended.
+    """Begin a requested move, or return why it is refused. The caller must have checked that the lease can be suspended.
 
-    The move does not take room that is kept for moving leases or that is being made for a ticket.
+    The move does not take room that is kept for other moving leases or that is being made for a ticket.
     """
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
@@ -205,12 +208,12 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
-# When a kernel is placed, it is unknown which cells will run at the same time, and how much of a device each will need.
-# So the arbiter reconsiders when busy leases need more of a device than their pool's bound.
+# When a kernel is placed, it is unknown which cells will run at the same time and how much of a device each will need. So the arbiter
+# reconsiders the placement when busy leases need more of a device than their pool's bound.
 #
-# Gain: each busy lease loses u * (k - 1) of its cell's remaining time, with its own u (`time_slicing`). A move gains what both devices lose
-# now minus what they would lose after it. Cost: the suspend and resume of the lease, during which its cell does not run, and the swaps of
-# idle leases that make room on the other device. A move must gain twice what it costs.
+# Each busy lease loses u * (k - 1) of its cell's remaining time, where u is its own demand (`time_slicing`). The gain of a move is what the
+# leases on both devices lose now, minus what they would lose after the move. Its cost is the time of the lease's suspend and resume, during
+# which its cell does not run, and of the swaps of idle leases that make room on the other device. The gain must be twice the cost.
 
 
 _TIMES_COST = 2  # a move must gain this many times its cost
@@ -218,7 +221,7 @@ _MOST_FULL_DEVICES = 8  # devices without enough memory to consider per lease, l
 
 
 _Needs = dict[str, tuple[int, int]]
-"""By lease: the thousandths of the device that it needs, and those times its cell's remaining ms."""
+"""By lease, the thousandths of the device that it needs, and their product with the remaining time of its cell in ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,15 +234,15 @@ class _Move:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Sort key, best move highest: lowest priority, then most gain, then least fragmentation."""
+        """The sort key, highest for the best move. Lowest priority comes first, then most gain, then least fragmentation."""
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
 def relieve_compute(changes: Changes) -> None:
     """Move busy leases off devices where they slow each other down, while no ticket waits and swap channels are free.
 
-    Begin the best move, or the first suspend that makes room for it. The move follows once the idle leases have left, if it still gains
-    enough.
+    Begin the best move, or the first suspend that makes room for it. In the second case, the move follows once the idle leases have left,
+    if its gain is still large enough.
     """
     books = changes.books
     while not books.waiting and changes.channel_free:
@@ -270,14 +273,14 @@ def _needs_on(books: Books, device: Device) -> _Needs:
 
 
 def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
-    """Return the ms that cells with these needs lose in total by sharing one device."""
+    """Return the total time that cells with these needs lose because they share one device, in ms."""
     needs = list(needs)
     longer_milli = stretch_milli(milli for milli, _ in needs) - WHOLE_MILLI
     return sum(work for _, work in needs) * longer_milli // (WHOLE_MILLI * WHOLE_MILLI)
 
 
 def _moves_from(books: Books, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
-    """Yield the moves off a device that gain enough."""
+    """Yield the moves from a device to others whose gain is large enough."""
     busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
     known = [lease for lease in busy if lease.cell_milli is not None]
     if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
@@ -319,7 +322,7 @@ def _moves_of(books: Books, lease: Lease, needs: dict[str, _Needs]) -> Iterable[
 
 
 def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
-    """Yield the move to a device where idle leases must leave first, if it gains enough to pay for their swaps, too."""
+    """Yield the move to a device where idle leases must leave first, if its gain is large enough to pay for their swaps, too."""
     there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
     short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
     if short_mib <= 0:
@@ -343,8 +346,9 @@ QUIET_MS = 60_000
 def empty_devices(changes: Changes) -> None:
     """In each pool with `empty_devices`, begin the next move that helps to empty a device, while swap channels are free.
 
-    A device's leases move to fuller devices of its kind, so none moves back, and only if all of them can: a half-empty device is of no use.
-    They must have been idle for a while, not be expected to run soon, and swap within the pool's limit for early swaps.
+    The leases of a device move to fuller devices of its kind, so that none moves back. They move only if all of them can, because a
+    half-empty device is of no use. They must have been idle for a while, must not be expected to run soon, and must swap within the pool's
+    limit for early swaps.
     """
     books = changes.books
     for pool in books.pools.values():

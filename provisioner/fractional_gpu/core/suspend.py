@@ -1,20 +1,20 @@
-"""Which leases may be suspended for a waiting one, what that costs, and the cheapest plan.
+"""Decides which leases may be suspended for a waiting lease and what that costs, and finds the cheapest plan.
 
-**Idle leases** are suspended first, cheapest first, and only if their memory is needed. They are left alone while they are pinned, after
-a failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
+**Idle leases** are suspended first, the cheapest first, and only if their memory is needed. They are left alone while they are pinned, for
+a while after a failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
 
-**Busy leases** are suspended only in pools that preempt, only after their minimum residency (`residency_ms`, a multiple of their swap
-time, so that two leases do not thrash), and only for a lease that precedes them (`goes_before_from_ms`):
+**Busy leases** are suspended only in pools that preempt, and only after their minimum residency (`residency_ms`). This is a multiple of
+their swap time, so that two leases do not thrash. They are suspended only for a lease that precedes them (`goes_before_from_ms`), which is
 
-- a lease of higher priority (`preempt_priorities`);
+- a lease of higher priority (`preempt_priorities`), or
 - in a pool that shares by virtual time (`preempt_equals`), a lease of the same priority that has had less than its share, or whose ticket
-  is due. Leases of different owners compare their owners' virtual times; leases of one owner compare their own.
+  is due. Leases of different owners are compared by the owners' virtual times, and leases of one owner by their own.
 
 Virtual times advance while leases work, so these functions return the time *from* which the answer is yes.
 
 **The cost** of a suspend is the swap time divided by the time until the lease is expected to run again (`suspend_cost`).
 
-**A plan** (`Capacity.plan`) names the cheapest set of leases to suspend for a ticket, if host memory can hold what they save.
+**A plan** (`Capacity.plan`) is the cheapest set of leases to suspend for a ticket, provided that host memory can hold their state.
 """
 
 from collections import defaultdict
@@ -45,10 +45,10 @@ def lacks_device(books: Books, lease: Lease) -> bool:
 
 
 def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
-    """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be suspended.
+    """Return when a resident, idle lease may be suspended for others, or None while it is busy or cannot be suspended.
 
-    It is left alone while pinned, for a while after a failed suspend, and until it has had a chance to run. If its next cell waits at
-    a closed gate, it counts as idle after its minimum residency. The caller must check its devices (`lacks_device`).
+    The lease is left alone while it is pinned, for a while after a failed suspend, and until it has had a chance to run. If its next cell
+    waits at a closed gate, it counts as idle after its minimum residency. The caller must check its devices (`lacks_device`).
     """
     if lease.is_working or lease.is_unsuspendable:
         return None
@@ -75,7 +75,7 @@ _UNSEEN = "our extension is not loaded in this kernel, and its pool suspends onl
 
 
 def update_suspendability(books: Books, lease: Lease) -> None:
-    """Set the sentence why the lease cannot be suspended (its process, device or pool); "" if it can."""
+    """Set the sentence that explains why the lease's process, device or pool prevents a suspend, or clear it if nothing does."""
     devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
@@ -85,7 +85,7 @@ def update_suspendability(books: Books, lease: Lease) -> None:
 
 
 def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
-    """Run `update_suspendability` on several leases, and mark exclusive devices (MIG instances)."""
+    """Run `update_suspendability` for several leases, and mark exclusive devices (MIG instances)."""
     whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
     for device_id, device in books.devices.items():
         device.is_exclusive = device_id in whole
@@ -105,7 +105,7 @@ def swap_ms(books: Books, lease: Lease) -> int:
 
 
 def residency_ms(books: Books, lease: Lease) -> int:
-    """Return the lease's minimum residency in ms: the length of its turn on a contended device."""
+    """Return the lease's minimum residency in ms, which is the length of its turn on a contended device."""
     pool = books.policy(lease)
     return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
 
@@ -114,19 +114,19 @@ _MIN_GATE_WAIT_MS = 1_000  # a cell waits at its gate at least this long for the
 
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
-    """Return when the gate reopens for a cell waiting since `asked_ms` if the other leases have not left by then."""
+    """Return when the gate reopens for a cell that has waited since `asked_ms`, if the other leases have not left by then."""
     return asked_ms + max(_MIN_GATE_WAIT_MS, swap_ms(books, lease))
 
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
-    """Return when a busy lease completes its minimum residency; None if it is not resident or cannot be suspended."""
+    """Return when a busy lease completes its minimum residency, or None if it is not resident or cannot be suspended."""
     if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
         return None
     return max(lease.since_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the waiting lease will precede the busy `victim`, or None if waiting alone will not get it there."""
+    """Return when the waiting lease will precede the busy `victim`, or None if it will not merely by waiting."""
     if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
         return None
     pool = books.policy(lease)
@@ -138,19 +138,19 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
 
 
 def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the lease may first preempt the busy `victim`, or None if waiting alone will not get it there."""
+    """Return when the waiting lease may first preempt the busy `victim`, or None if it may not merely by waiting."""
     before_ms = goes_before_from_ms(books, lease, victim)
     had_turn_ms = preemptible_from_ms(books, victim) if before_ms is not None else None
     return None if before_ms is None or had_turn_ms is None else max(before_ms, had_turn_ms)
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the lease will be behind an equal-priority `victim` in virtual time, or None if waiting alone will not get it there."""
+    """Return when the lease's virtual time will be less than that of `victim`, which has the same priority, or None if never."""
     mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:
         return 0
-    # Virtual time grows by 100 x milli-GPU / weight per ms. `gain`: how fast the victim's pulls ahead, times both weights.
+    # Virtual time grows by 100 x milli-GPU / weight per ms. `gain` is how fast the victim's virtual time pulls ahead, times both weights.
     gain = 100 * (other_milli * my_weight - my_milli * other_weight)
     if gain <= 0:
         return None
@@ -158,7 +158,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time to compare with `other`'s, the milli-GPU by which it grows now, and its weight."""
+    """Return the virtual time to compare with that of `other`, the milli-GPU by which it grows now, and the weight."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -168,11 +168,11 @@ def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, i
 # -- when the next cell comes ------------------------------------------------------------------------------------------
 
 LIKELY_MILLI = 250
-"""Cells less likely than this (thousandths) are ignored."""
+"""Cells with a lower probability than this, in thousandths, are ignored."""
 
 
 def likelihood_milli(lease: Lease) -> int:
-    """Return how likely the expected cell is, in thousandths; 0 if none is expected."""
+    """Return how likely the expected cell is, in thousandths, or 0 if none is expected."""
     return lease.expectation.milli if lease.expectation is not None else 0
 
 
@@ -183,7 +183,7 @@ def is_expected(books: Books, lease: Lease) -> bool:
 
 
 def next_cell_in_ms(books: Books, lease: Lease) -> int:
-    """Return the expected ms until the lease runs its next cell, from its past gaps and from signs of a cell."""
+    """Return the expected time until the lease runs its next cell, in ms, based on its past gaps and on signs of a cell."""
     gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
     known = lease.expectation
     if known is None or known.until_ms <= books.now_ms:
@@ -199,7 +199,10 @@ def next_cell_in_ms(books: Books, lease: Lease) -> int:
 
 
 def suspend_cost(books: Books, lease: Lease) -> int:
-    """Return the cost of suspending the lease, in coarse steps of about a third, so that ties fall to the least recently used lease."""
+    """Return the cost of suspending the lease, in steps of about a third.
+
+    The steps are so coarse that many leases tie, and then the least recently used lease is suspended.
+    """
     need_mib = lease.host_need_mib
     # The cost rises up to tenfold as host memory runs out, so small leases are chosen first.
     dear_milli = min(10_000, 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib))
@@ -245,7 +248,7 @@ class Victims:
         return [lease for lease in self._busy[device_id] if lease.occupancy is OccupancyKind.BUSY]
 
     def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that the beneficiary may preempt now, best choice first."""
+        """Return the busy leases that the beneficiary may preempt now, the best choice first."""
         books = self._books
         working = self._working(device_id)
         able = [lease for lease in working if books.is_time(goes_before_from_ms(books, beneficiary, lease))]
@@ -257,7 +260,7 @@ class Victims:
         return sorted(able, key=order)
 
     def _yielding(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that may be asked to yield at the end of a cell, already asked ones first."""
+        """Return the busy leases that may be asked to yield at the end of a cell. Those that were already asked come first."""
         books, priority = self._books, beneficiary.spec.priority
         working = [lease for lease in self._working(device_id) if lease.spec.priority <= priority]
         able = [lease for lease in working if books.is_time(lease.gate.open_until_ms)]
@@ -281,8 +284,8 @@ class Victims:
         """Return a minimal set of leases that together hold `short_mib`, or None if there is none.
 
         Leases that fit in `host_mib` of host memory are preferred. If they are too few, the limit is ignored, so that the caller can report
-        the shortage of host memory. `busy` also allows leases that may be preempted, `between_cells` those that may be asked to yield at
-        the end of a cell. Leases in `taken` are skipped.
+        the shortage of host memory. With `busy`, leases that may be preempted are allowed, too. With `between_cells`, leases that may be
+        asked to yield at the end of a cell are allowed, too. Leases in `taken` are skipped.
         """
         if short_mib <= 0:
             return ()
@@ -310,7 +313,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that cover the shortage and fit in host memory, minus any not needed; () if they cannot."""
+    """Return the first leases that cover the shortage and fit in host memory, without unneeded ones, or () if no leases do."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
@@ -327,7 +330,7 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
     if room_mib < short_mib:
         return ()
     spare_mib, needed = room_mib - short_mib, list[Lease]()
-    for lease in reversed(chosen):  # most expensive first: a lease that fits in the spare memory can stay
+    for lease in reversed(chosen):  # from the most expensive down, a lease that fits in the spare memory can stay
         if lease.held_mib <= spare_mib:
             spare_mib -= lease.held_mib
         else:
@@ -340,17 +343,17 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The victims to suspend to make room for a ticket on these devices; none if suspends under way are enough."""
+    """The leases to suspend to make room for a ticket on these devices. There are none if suspends under way free enough."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]
 
 
 class Capacity:
-    """The room that one pass over the queue can still give out. Room promised to a ticket is not available to later ones.
+    """The room that one pass over the queue can still give out. Room that is promised to a ticket is not available to later tickets.
 
-    Room that suspends under way or planned will free counts, too. `promise` keeps it before the suspends begin, since they may have to wait
-    for a swap channel.
+    Room that suspends under way and planned suspends will free counts, too. `promise` keeps this room before the suspends begin, because
+    they may have to wait for a swap channel.
     """
 
     def __init__(self, books: Books) -> None:
@@ -358,14 +361,14 @@ class Capacity:
         self.victims = Victims(books)
         self._kept = defaultdict[str, dict[str, int]](dict)  # by device: MiB kept, by lease
         self.planned: dict[str, Lease] = {}  # leases whose suspend this pass planned, begun or not
-        self.stays: set[str] = set()  # leases that get room where they are: suspending them would waste it
+        self.stays: set[str] = set()  # leases that get room on their own device; suspending them would waste it
         self.asked_to_yield: set[str] = set()  # leases that earlier tickets ask to yield at the end of a cell
         self.short_of_host_memory: set[str] = set()  # leases that cannot be suspended because host memory is too short
 
     # -- room on a device, MiB -------------------------------------------------------------------------------------------
 
     def free_mib(self, device_id: str) -> int:
-        """Return the memory that is free and not kept; negative if more is kept than is free."""
+        """Return the memory that is free and not kept. It is negative if more is kept than is free."""
         device, kept = self._books.devices[device_id], self._kept[device_id]
         if not kept:
             return device.free_mib
@@ -373,7 +376,7 @@ class Capacity:
         return min(0, free_mib) if device.is_exclusive else free_mib
 
     def total_mib(self, device_id: str) -> int:
-        """Return the memory not kept that is free or will be after all suspends under way or planned."""
+        """Return the memory that is not kept, and is free or will be once all suspends under way and planned suspends have ended."""
         mib = self.free_mib(device_id) + self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
         for lease in self.planned.values():
             if lease.state is LeaseState.RESIDENT and device_id in lease.device_ids:
@@ -381,7 +384,7 @@ class Capacity:
         return mib
 
     def reachable_mib(self, device_id: str) -> int:
-        """Return the memory not kept that would be free if all idle leases left."""
+        """Return the memory that is not kept and would be free if all idle leases left."""
         device = self._books.devices[device_id]
         mib = self.free_mib(device_id) + device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
         for lease in self.planned.values():
@@ -398,7 +401,7 @@ class Capacity:
         return any(self.reachable_mib(device_id) >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
-        """Rank the devices for the lease. `devices`: all that it is allowed to use."""
+        """Return the ranking of devices for the lease. `devices` has all devices that it may use."""
         return device_choice(self._books, lease, need_mib, [(one, self.free_mib(one)) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
@@ -416,7 +419,10 @@ class Capacity:
         return None if best is None else (best,)
 
     def pick_for(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
-        """Return the devices on which the lease fits, or None. A saved lease returns to its old device if room and compute are left."""
+        """Return the devices for the lease, or None if it fits nowhere.
+
+        A saved lease returns to its old device if enough memory and compute are left there.
+        """
         home = lease.home_ids if lease.state is LeaseState.SUSPENDED else ()
         if not home or not set(home) <= set(devices) or not self.fits(home, need_mib):
             return self.pick(lease, devices, need_mib)
@@ -432,7 +438,7 @@ class Capacity:
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
     def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
-        """Keep room for a lease, free now or later; at most once per device in a pass."""
+        """Keep room on the device for a lease. The room may be free now or later. A second call for the same lease has no effect."""
         self._kept[device_id].setdefault(lease.lease_id, need_mib)
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
@@ -445,9 +451,10 @@ class Capacity:
         return any(self._kept.values())
 
     def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:
-        """Return up to `number` devices on which to keep room: those already kept for the lease, then those with the most room.
+        """Return up to `number` devices on which to keep room for the lease.
 
-        The choice is stable while the devices can serve the ticket, so that the kept room can grow until it is enough.
+        Devices where room is already kept for it come first, then those with the most room. The choice is stable while the devices can
+        serve the ticket, so that the kept room can grow until it is enough.
         """
         able = [device_id for device_id in devices if self._books.devices[device_id].lease_capacity_mib >= need_mib]
         if len(able) < lease.count or lease.ticket is None:  # it needs room on all of its devices at once
@@ -468,9 +475,9 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return the cheapest way to make room, or the reason if only host memory is too short, or None.
+        """Return the cheapest plan to make room, or the reason if only host memory is too short for it, or None if there is no plan.
 
-        Leases in `also` leave in any case. `between_cells` plans with busy leases that yield at the end of their cells.
+        Leases in `also` leave in any case. With `between_cells`, the plan may use busy leases that yield at the end of their cells.
         """
         books, pool = self._books, self._books.policy(lease)
         busy = between_cells or (not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities))
@@ -492,7 +499,7 @@ class Capacity:
                 victims_of[device_id] = victims
         short_of_host: Reason | None = None
         for chosen in self._by_cost(lease, devices, need_mib, victims_of):
-            # A victim on several devices counts once. If host memory is too short for a plan, try the next.
+            # A victim on several devices counts once. If host memory is too short for a plan, the next one is tried.
             victims = tuple(dict.fromkeys([*also, *[one for device_id in chosen for one in victims_of[device_id]]]))
             short_of_host = self.short_of_host(Plan(chosen, victims))
             if short_of_host is None:
@@ -502,10 +509,10 @@ class Capacity:
     def _by_cost(
         self, lease: Lease, devices: Sequence[str], need_mib: int, victims_of: dict[str, tuple[Lease, ...]]
     ) -> list[tuple[str, ...]]:
-        """Return the possible sets of devices, cheapest first. All devices of a set are of one type.
+        """Return the possible sets of devices, the cheapest first. All devices of a set are of one type.
 
-        Devices compare by busy victims, then missing compute, swap costs, number of victims, fragmentation, and how recently a victim was
-        active.
+        Devices are compared by their busy victims, then by missing compute, swap costs, the number of victims, fragmentation, and how
+        recently a victim was active.
         """
         count, goes_back = lease.count, lease.state is LeaseState.SUSPENDED or lease.is_growing
         if count > 1 and goes_back and len(devices) == count:  # it returns to all of its devices, of whatever type
@@ -535,12 +542,12 @@ class Capacity:
 
     @property
     def _host_left_mib(self) -> int:
-        """The host memory left once all planned suspends have begun."""
+        """The host memory that is left once all planned suspends have begun, in MiB."""
         to_come = (one.host_need_mib for one in self.planned.values() if one.state is LeaseState.RESIDENT)
         return self._books.host_left_mib - sum(to_come)
 
     def short_of_host(self, plan: Plan) -> Reason | None:
-        """Return a reason if host memory is too short for the plan, else None."""
+        """Return a reason if host memory is too short for the plan, and otherwise None."""
         host_mib, left_mib = sum(victim.host_need_mib for victim in plan.victims), self._host_left_mib
         if not plan.victims or host_mib <= left_mib:
             return None
@@ -555,7 +562,7 @@ class Capacity:
         )
 
     def promise(self, lease: Lease, plan: Plan, need_mib: int) -> None:
-        """Mark the plan's victims as leaving, and keep the ticket's need on its devices."""
+        """Mark the plan's victims as leaving, and keep the memory that the ticket needs on the plan's devices."""
         self.planned.update({victim.lease_id: victim for victim in plan.victims})
         for device_id in plan.device_ids:
             self.keep(lease, device_id, need_mib)
@@ -576,7 +583,7 @@ class Capacity:
         return device.lease_capacity_mib - stays_mib >= need_mib
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
-        """Return idle leases of the device, cheapest first, that fit in host memory, until they free what is missing."""
+        """Return the device's cheapest idle leases that fit in host memory, as many as are needed to free the missing memory."""
         device = self._books.devices[device_id]
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []
