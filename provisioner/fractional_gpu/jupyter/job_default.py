@@ -1,6 +1,6 @@
-"""Makes our provisioner the default in a job with a share. Python imports this at startup (`jupyter-fractional-gpu.pth`).
+"""Makes our provisioner the default in a job with a share of a GPU. Python imports this at startup (`jupyter-fractional-gpu.pth`).
 
-The whole job would inherit JUPYTER_DEFAULT_PROVISIONER_NAME, and fail to start kernels in environments without this package. So this
+The whole job would inherit JUPYTER_DEFAULT_PROVISIONER_NAME, and environments without this package could then start no kernels. So this
 module makes jupyter_client read another variable.
 """
 

@@ -1,9 +1,9 @@
-"""Finds out before a kernel starts what its kernelspec's `config` says, and whether it is ipykernel and can load our extension.
+"""Reads a kernelspec's `config` before its kernel starts, and finds out whether the kernel is ipykernel and can load our extension.
 
-`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. We ask the interpreter itself whether it can import the
-extension: a kernel wrongly believed to have a gate would start on the GPU without admission. A module with one of our names is
-ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's folder), or msgspec is missing or
-too old, the kernel starts without the extension and says so.
+`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. The kernel's interpreter itself reports whether it can import
+the extension, because a kernel that is wrongly believed to have a gate would start on the GPU without admission. A module with one of our
+names is ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's folder), or if msgspec is
+missing or too old, the kernel starts without the extension and tells the user so.
 """
 
 import json
@@ -26,10 +26,11 @@ from fractional_gpu.protocol.names import msgspec_problem
 _OURS = ("fractional_gpu_kernel", "fractional_gpu")
 _NAMES = (*_OURS, "msgspec")
 MARK = '__distribution__ = "jupyter-fractional-gpu"'
-"""The line in each of our packages' `__init__.py` that tells it from another package of the same name."""
+"""The line in the `__init__.py` of each of our packages that distinguishes it from another package of the same name."""
 
-_ANSWER = "jupyter-fractional-gpu found "  # tells it from what a sitecustomize prints
-# Prints each name's file and whether its source has the mark (null: no such module), then the file and version of msgspec.
+_ANSWER = "jupyter-fractional-gpu found "  # distinguishes the answer from output of a sitecustomize
+# Prints the file of each name and whether its source has the mark (or null if there is no such module). It then prints the file and the
+# version of msgspec.
 _PROBE_CODE = f"""
 import importlib.util, json
 def describe(name):
@@ -67,18 +68,21 @@ _WRAPPED = (
 class _Module:
     origin: str
     usable: bool
-    version: str | None = None  # msgspec's
+    version: str | None = None  # of msgspec
 
 
-_Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: not found
+_Modules = tuple[_Module | None, ...]  # in the order of _NAMES, with None for a module that was not found
 
-# Only answers with all modules usable are kept: a missing one may be installed at any time.
+# An answer is kept only if all modules are usable, because a missing module may be installed at any time.
 _answers: dict[tuple[object, ...], _Modules] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """`gated`: the extension will load. `obstacle`: why an installed extension cannot load, and what to do."""
+    """How to start a kernel, and whether it is gated.
+
+    `gated` means that the extension will load. `obstacle` explains why an installed extension cannot load, and what to do.
+    """
 
     gated: bool
     obstacle: str = ""
@@ -91,7 +95,7 @@ class KernelPlan:
 def plan_kernel(
     argv: Sequence[str], environment: Mapping[str, str], folder: str, language: str = "python"
 ) -> KernelPlan:
-    """Find out whether `argv` can load the extension. May run the kernel's interpreter. Never raises."""
+    """Find out whether `argv` can load the extension. This may run the kernel's interpreter. Never raises."""
     position = find_ipykernel(argv)
     if position is None:
         hidden = argv and language.lower() == "python"
@@ -109,7 +113,7 @@ def plan_kernel(
 
 def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) -> str:
     msgspec = modules[-1]
-    if not msgspec.usable and (msgspec.version or not msgspec.origin):  # else another module has the name
+    if not msgspec.usable and (msgspec.version or not msgspec.origin):  # otherwise another module has the name
         problem = msgspec_problem(msgspec.version, python=interpreter)
         return f"{problem}. Until then it {_WITHOUT}"
     for name, module in zip(_NAMES, modules, strict=True):
@@ -122,7 +126,7 @@ def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) ->
 
 def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None:
     major, minor = sys.version_info[:2]
-    # For these, jupyter_client starts its own interpreter.
+    # For these names, jupyter_client starts its own interpreter.
     if program in {"python", f"python{major}", f"python{major}.{minor}"}:
         return sys.executable
     return shutil.which(program, path=environment.get("PATH"))
@@ -145,7 +149,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Return whether the packages are still there, and no module of the same name shadows them."""
+    """Return whether the packages are still there and no module of the same name shadows them."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return all(
         module is not None
@@ -185,20 +189,20 @@ def _foreign_in(folder: str, name: str, origin: str) -> Path | None:
             source = candidate.read_text(encoding="utf-8", errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError:  # Python would fail to read it, too
+        except OSError:  # Python could not read it, either
             return candidate
         return None if MARK in source or candidate == Path(origin) else candidate
     return None
 
 
-# The `config` of a kernelspec's `kernel_provisioner` stanza: jupyter_client ignores misspelt keys, so we check each.
+# The `config` of a kernelspec's `kernel_provisioner` stanza. jupyter_client ignores misspelt keys, so we check each key.
 
 CONFIG_KEYS = ("pool", "fraction", "memory", "request", "devices", "priority", "simulate")
 SIMULATED = re.compile(r"(\d{1,4}x)?\d{1,9}[KMGT]i?B(,(\d{1,4}x)?\d{1,9}[KMGT]i?B){0,63}", re.ASCII | re.IGNORECASE)
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 _DEVICES = range(1, 9)
 _PRIORITIES = range(-1000, 1001)
-_SHOWN = 80  # characters of a bad value
+_SHOWN = 80  # characters of a bad value to show
 
 
 def check_pool_name(name: object) -> str:
@@ -211,9 +215,10 @@ def check_pool_name(name: object) -> str:
 def parse_kernel_config(
     stanza: Mapping[str, object], *, default_pool: str, default_fraction: str
 ) -> tuple[LeaseRequest, str | None]:
-    """Return a stanza's request, and the simulated devices for a broker started for the kernel (None: real ones).
+    """Return the lease request of a stanza, and the simulated devices for a broker that is started for the kernel.
 
-    Raises BadRequestError that names the key, its value and what is allowed.
+    The simulated devices are None if the broker should use real devices. Raises BadRequestError with the key, its value and what is
+    allowed.
     """
     for key in stanza:
         if key not in CONFIG_KEYS:
@@ -262,7 +267,7 @@ def _whole_number(key: str, value: object, allowed: range, more: str = "") -> in
 
 
 def _scalar(value: object) -> str | float:
-    """Convert any other type to text, so that the parser's error names the value."""
+    """Convert any other type to text, so that the parser's error shows the value."""
     return value if isinstance(value, (str, int, float)) else repr(value)[:_SHOWN]
 
 

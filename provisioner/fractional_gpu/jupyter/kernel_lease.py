@@ -1,8 +1,8 @@
-"""One kernel's lease in its provisioner: taken, kept over restarts, released; with its token file.
+"""The lease that a provisioner holds for its kernel, with its token file. It is taken, kept over restarts, and released.
 
-Every call blocks: run it in a thread. A call that fails halfway leaves no lease and no token file; a killed server's lease expires in
-the broker. A kernel without our extension must know its device before its process starts: its next process gets a new lease. If the
-broker dies in a call, the call restarts it and repeats the request once; releasing starts no broker.
+Every call blocks, so run it in a thread. A call that fails halfway leaves no lease and no token file. The lease of a killed server expires
+in the broker. A kernel without our extension must know its device before its process starts, so each new process gets a new lease. If the
+broker dies during a call, the call restarts the broker and repeats the request once, but releasing a lease starts no broker.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest, ResumeRequest
 
 T = TypeVar("T")
-_SHORT_S = 5.0  # for calls at a kernel's end, which are prompt or fail
+_SHORT_S = 5.0  # for calls when a kernel ends, which are prompt or fail
 _LEASE_VARIABLES = (
     "JUPYTER_GPU_LEASE",
     "JUPYTER_GPU_TOKEN_FILE",
@@ -51,7 +51,7 @@ _LEASE_VARIABLES = (
     "CUDA_CHECKPOINT_JOB_FILE",
 )
 _PRELOAD = "LD_PRELOAD"
-_WAIT_UNGATED_MS = 10_000  # how long users will wait after a click in the launcher
+_WAIT_UNGATED_MS = 10_000  # how long users accept to wait after a click in the launcher
 _FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 
@@ -59,13 +59,13 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLease:
     lease_id: str
-    token: str = field(repr=False)  # "": unknown
+    token: str = field(repr=False)  # "" if unknown
     token_file: Path
     socket: str
     reserve_mib: int
     gated: bool
     environment: Mapping[str, str]
-    notice: str = ""  # how the kernel's last process ended, for its user
+    notice: str = ""  # how the kernel's last process ended, as text for its user
 
     def _client(self) -> BrokerClient:
         return BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S)
@@ -97,7 +97,7 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Return whether the process may be frozen, and so unable to exit."""
+        """Return whether the process may be frozen and therefore unable to exit."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
@@ -108,16 +108,16 @@ class KernelLease:
 
 
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
-    """Take a new lease from the broker. If no broker is running, start one (with the devices `simulate`).
+    """Take a new lease from the broker. If no broker is running, start one with the simulated devices `simulate`, if given.
 
-    `timeout_s` bounds the start and each call. Raises the protocol's errors, ConflictError if the broker has real devices instead of
-    simulated ones.
+    `timeout_s` limits the start and each call. Raises the protocol's errors, such as ConflictError if the broker has real devices although
+    simulated devices were requested.
     """
     return _retry_once(lambda: _take(request, timeout_s, simulate))
 
 
 def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
-    """If no broker is running, start one in a thread, so that `take_lease` waits less. `take_lease` reports failures."""
+    """If no broker is running, start one in a thread, so that `take_lease` waits less. `take_lease` reports any failure."""
 
     def start() -> None:
         with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
@@ -175,7 +175,7 @@ def renew_lease(
         with ensure_broker(lease.socket, token=lease.token or None, **how) as client, contextlib.suppress(*gone):
             may_stay = lease.token and lease.gated and request.gated
             if may_stay and (status := client.lease(lease.lease_id)).state != "ended":
-                if status.pid is not None:  # the broker has not noticed its end
+                if status.pid is not None:  # the broker has not noticed that the process ended
                     client.detach(lease.lease_id)
                 lease.restore_token_file()
                 return lease
@@ -187,7 +187,7 @@ def renew_lease(
 
 
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:
-    """Restore the lease from `to_info`. Raises FractionalGPUError if it has ended, or is another user's.
+    """Restore the lease from `to_info`. Raises FractionalGPUError if it has ended or belongs to another user.
 
     Without the token file, requests carry no token, and the kernel's next process gets a new lease.
     """
@@ -200,7 +200,7 @@ def recall_lease(info: Mapping[str, Any]) -> KernelLease:
             with BrokerClient(info["socket"], timeout_s=_SHORT_S) as client:
                 client.lease(info["lease_id"])
         except BrokerUnavailableError:
-            pass  # the next cell starts a broker, which finds the kernel
+            pass  # the next cell starts a broker, and that broker finds the kernel
         except FractionalGPUError:
             raise FractionalGPUError(f"could not read the token of lease {info['lease_id']} from {path}") from error
     return KernelLease(**{**info, "token": token, "token_file": path})
@@ -229,9 +229,9 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the text with the agent's name, if an agent runs this. Of a long text, return the end, which has a path's file name.
+    """Return the text with the agent's name, if an agent runs this process.
 
-    Invalid characters become question marks.
+    A long text is cut at the beginning, since a path ends with the name of the file. Invalid characters become question marks.
     """
     agent = environment.get("JUPYTER_GPU_AGENT", "")
     text = f"{text} (agent {agent})" if agent else text
@@ -241,7 +241,7 @@ def lease_label(text: str, environment: Mapping[str, str] = os.environ) -> str:
 def kernel_request(asked: LeaseRequest, *, kernel_id: str, label: str, gated: bool) -> LeaseRequest:
     return structs.replace(
         asked,
-        kernel_id=kernel_id[:MAX_NAME],  # the longest name of a file
+        kernel_id=kernel_id[:MAX_NAME],  # the longest allowed file name
         label=label,
         gated=gated,
         wait_ms=0 if gated else _WAIT_UNGATED_MS,
@@ -261,7 +261,7 @@ def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str],
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Add the lease to the environment, and remove the variables of any lease this server runs under."""
+    """Return the environment with the lease, and without the variables of any lease under which this server itself runs."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):
@@ -277,6 +277,6 @@ def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict
 
 
 def environment_without(notice: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a kernel without a GPU. Its first cell shows the `notice`."""
+    """Return the environment for a kernel without a GPU, whose first cell shows the `notice`."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     return {**clean, "CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_NOTICE": notice}

@@ -1,10 +1,11 @@
-"""A kernel manager that leaves fractional kernels running when the server stops, and takes them over at its next start.
+"""A kernel manager that leaves fractional kernels running when the server stops, and takes them over when it starts again.
 
     c.ServerApp.kernel_manager_class = "fractional_gpu.KeepingKernelManager"
     c.SessionManager.database_filepath = "/home/me/.local/share/jupyter/sessions.sqlite"   # so that notebooks find their kernels
 
-Only our provisioner's kernels are kept. A kernel that a user shuts down, or whose server died while starting it, ends. A server takes over
-kernels of its root folder that no other server has. Stopping the server must not kill its children (systemd: `KillMode=process`).
+Only the kernels of our provisioner are kept. A kernel ends if its user shuts it down, or if its server died while starting it. A server
+takes over the kernels of its root folder that no other server has. Whatever stops the server must not kill its children (in systemd, set
+`KillMode=process`).
 """
 
 import os
@@ -59,14 +60,17 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         mapping.stop_watching_activity(kernel_id)
         mapping.stop_buffering(kernel_id)
         manager.stop_restarter()
-        manager._close_control_socket()  # noqa: SLF001 - its shutdown, without ending the kernel
-        manager._connection_file_written = False  # noqa: SLF001 - or the manager would remove the file
+        manager._close_control_socket()  # noqa: SLF001 - as in its shutdown, but without ending the kernel
+        manager._connection_file_written = False  # noqa: SLF001 - otherwise the manager would remove the file
         provisioner.leave_to_next_server()
         self.remove_kernel(kernel_id)
         self.log.info("Leaving kernel %s running for the next server", kernel_id)
 
     def _take_over(self, record: RecordFile) -> None:
-        """Take over the kernel that an earlier server left. An unusable record is closed, or removed with its kernel."""
+        """Take over the kernel that an earlier server left.
+
+        If the record is unusable, it is closed, or removed together with its kernel.
+        """
         try:
             content = record.read()
             if content["root_dir"] != self.root_dir:
@@ -96,7 +100,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             self._register(kernel_id, manager)
 
     def _end_unfinished_launch(self, lease: Mapping[str, Any], record: RecordFile) -> None:
-        """End a kernel whose server died while starting it: no client knows it, and its connection is unknown."""
+        """End a kernel whose server died while starting it. No client knows this kernel, and its connection is unknown."""
         pids = kill_marked("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
         self.log.info(
             "An earlier server died while starting a kernel; killed the kernel's processes: %s", pids or "none yet"
@@ -137,7 +141,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         if kernel_id in self._kernels:
             mapping: _Untyped = self
             manager.start_restarter()
-            if manager._restarter is not None:  # noqa: SLF001 - or an early death would change the ports that clients have
+            if manager._restarter is not None:  # noqa: SLF001 - or an early death would change the ports that clients know
                 manager._restarter._initial_startup = False  # noqa: SLF001
             await mapping._finish_kernel_start(kernel_id)  # noqa: SLF001 - its own, untyped
             if not self._initialized_culler:

@@ -1,4 +1,4 @@
-"""A server's view of a kernel's process (a child, or adopted from an earlier server), and its ports."""
+"""The process of a kernel as its server sees it, and the kernel's ports. The process is a child, or was adopted from an earlier server."""
 
 import errno
 import functools
@@ -26,7 +26,7 @@ class ProcessGoneError(Exception):
 
 
 def identity_of(pid: int) -> dict[str, Any]:
-    """Return pid, start_time (clock ticks since boot) and boot_id. Raises ProcessGoneError."""
+    """Return pid, start_time (in clock ticks since boot) and boot_id. Raises ProcessGoneError."""
     try:
         return own_identity(pid, identify).to_dict()
     except OSError as error:
@@ -41,7 +41,7 @@ def working_folder(pid: int) -> Path:
 
 
 class AdoptedProcess:
-    """A process that is not our child, with the part of `subprocess.Popen` that jupyter_client uses."""
+    """A process that is not our child. It has those methods of `subprocess.Popen` that jupyter_client uses."""
 
     stdin = stdout = stderr = None
 
@@ -90,27 +90,29 @@ class AdoptedProcess:
         self.returncode = _EXIT_UNKNOWN
 
 
-# jupyter_client picks a free port, releases it and passes the number to the kernel, which listens there a second later. Until then, and
-# at each restart, any process may get the port ("Address already in use"). So we bind each port with SO_REUSEADDR, without
-# listening, while the kernel lives. Linux does not hand out a bound port, lets a process that sets SO_REUSEADDR (as libzmq does)
-# listen on it, and refuses connections before that. The ports of a kernel from an earlier server are held only from its next restart:
-# a port cannot be bound while another process listens there.
+# jupyter_client picks a free port, releases it and passes the number to the kernel, which listens on it a second later. Until then, and at
+# each restart, any process may get the port ("Address already in use"). So we bind each port with SO_REUSEADDR while the kernel lives,
+# without listening. Linux does not hand out a bound port, but lets a process that sets SO_REUSEADDR (as libzmq does) listen on it, and
+# refuses connections until then. The ports of a kernel from an earlier server are held only from its next restart on, because a port cannot
+# be bound while another process listens on it.
 
-_Manager = Any  # jupyter_client's, whose ports are traits without types
+_Manager = Any  # jupyter_client's manager, whose ports are traits without types
 
 
 class KernelPorts:
     def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
         self._log = log
         self._chosen: dict[str, int] = {}  # by the manager's names; kept after `release` for the next start
-        self._held: dict[int, socket.socket | None] = {}  # None: the kernel listens there; held from its next launch
+        self._held: dict[
+            int, socket.socket | None
+        ] = {}  # None if the kernel listens on the port, which is held from its next launch on
         weakref.finalize(self, _close_all, self._held)  # a manager may drop a kernel without cleanup
 
     def secure(self, manager: _Manager) -> bool:
-        """Choose and hold the manager's ports before a launch, or return False to let jupyter_client choose.
+        """Choose and hold the manager's ports before a launch, or return False to let jupyter_client choose them.
 
-        Return False for other transports than TCP, with `cache_ports` off, and on systems where no kernel could listen on a held
-        port. Raises OSError if no port is free.
+        Return False for transports other than TCP, if `cache_ports` is off, and on systems where no kernel could listen on a held port.
+        Raises OSError if no port is free.
         """
         if manager.transport != "tcp" or not manager.cache_ports or not is_local_ip(manager.ip):
             return False
@@ -132,7 +134,7 @@ class KernelPorts:
         LocalPortCache.instance().currently_used_ports.update(self._held)
 
     def pause(self) -> None:
-        """Stop holding the ports until the kernel's next launch, which reuses them."""
+        """Stop holding the ports until the kernel's next launch, which uses them again."""
         for port, holder in self._held.items():
             if holder is not None:
                 holder.close()
@@ -153,7 +155,7 @@ class KernelPorts:
         self._keep(name, port, held)
 
     def _hold_again(self, manager: _Manager, name: str, port: int) -> None:
-        """Hold the previous port. If another process has it, choose a new port unless clients know the old one."""
+        """Hold the previous port. If another process has taken it, choose a new port, unless clients know the old one."""
         try:
             held = _bound(manager.ip, port)
         except OSError as error:
@@ -181,7 +183,7 @@ def _close_all(held: dict[int, socket.socket | None]) -> None:
 
 
 def _bound(ip: str, port: int) -> socket.socket:
-    """Return a bound IPv4 socket, like jupyter_client's, that no child process inherits."""
+    """Return a bound IPv4 socket, like jupyter_client's, that child processes do not inherit."""
     holder = socket.socket()
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -194,7 +196,7 @@ def _bound(ip: str, port: int) -> socket.socket:
 
 @functools.cache
 def _can_listen_on_held(ip: str) -> bool:
-    """Return whether a kernel can listen on a held port, which fails on some systems that resemble Linux, such as gVisor."""
+    """Return whether a kernel can listen on a held port. Some systems that resemble Linux, such as gVisor, do not allow this."""
     with _bound(ip, 0) as holder:
         try:
             with _bound(ip, holder.getsockname()[1]) as listener:

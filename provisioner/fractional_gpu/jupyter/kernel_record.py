@@ -1,8 +1,8 @@
-"""Records of kernels that outlive their server, for the next server to take them over (`fractional_gpu.jupyter.kernel_manager`).
+"""Records of kernels that outlive their server. The next server uses them to take over the kernels (see `kernel_manager`).
 
-Each kernel has a private file, with the connection's key and the path of the lease's token. The server that has a kernel holds a lock on
-its record; a rewritten record is a new file, locked before it takes the name. A record first names the lease of a process about to be
-started, and is rewritten once that is attached: if the server dies in between, the next one ends the kernel.
+Each kernel has a private file with the key of its connection and the path of its lease's token. The server that has a kernel holds a lock
+on its record. Rewriting a record creates a new file, which is locked before it takes the name. Before a process starts, its record names
+only the lease; after the process is attached, the record is rewritten. If the server dies in between, the next server ends the kernel.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ class RecordFile:
 
     @classmethod
     def create(cls, kernel_id: str) -> "RecordFile | None":
-        """Create or open and lock the record; None if another server has it. Raises OSError, ValueError."""
+        """Create or open the record and lock it. Return None if another server has the record. Raises OSError or ValueError."""
         if not _NAME.fullmatch(kernel_id):
             raise ValueError(f"kernel id {kernel_id[:80]!r} cannot be used as a file name")
         return cls.open(_folder() / f"{kernel_id}.json", os.O_CREAT)
@@ -45,12 +45,12 @@ class RecordFile:
             except BlockingIOError:
                 os.close(descriptor)
                 return None
-            os.close(descriptor)  # replaced or removed between open and lock: try again
+            os.close(descriptor)  # another server replaced or removed it between open and lock, so try again
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the content atomically. On OSError the old text stays."""
+        """Replace the content atomically. After an OSError, the file still has the old content."""
         line = json.dumps(content).encode() + b"\n"
-        # Lock the new file before it takes the name, and close the old one after: the record is always locked.
+        # Lock the new file before it takes the name, and close the old file afterwards, so that the record is always locked.
         old, self._descriptor = self._descriptor, replace_file(self.path, line, prepare=_lock, keep=True)
         os.close(old)
 
@@ -60,7 +60,7 @@ class RecordFile:
             self.write(self.read())
 
     def read(self) -> dict[str, Any]:
-        """Return the content. Raises ValueError if it was never written completely."""
+        """Return the content. Raises ValueError if it was not written completely."""
         line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")
         content = json.loads(line)
         if not isinstance(content, dict):

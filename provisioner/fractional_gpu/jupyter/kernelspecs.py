@@ -1,9 +1,9 @@
-"""Kernelspecs for fractions: one launcher entry per pool and fraction, such as "Python 3 · 1/4 GPU".
+"""Kernelspecs for fractions. Each pool and fraction has a launcher entry, such as "Python 3 · 1/4 GPU".
 
-Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it. A mark
-in the metadata, never the name alone, shows which folders are ours. A folder appears atomically, and replaces only ours for the
-same base, pool and fraction. With `launcher` the command takes the lease, for programs that ignore provisioners. Such a kernelspec names
-the local provisioner, so that Jupyter servers do not take a second lease.
+Each is copied from a base kernelspec together with its metadata (such as `supported_encryption`), because some servers refuse a kernelspec
+without this metadata. A mark in the metadata, never the name alone, shows which folders are ours. A new folder appears atomically, and
+replaces only one of our folders for the same base, pool and fraction. With `launcher`, the command of the kernelspec takes the lease, for
+programs that ignore provisioners. Such a kernelspec names the local provisioner, so that Jupyter servers do not take a second lease.
 """
 
 import json
@@ -34,15 +34,16 @@ _NAME_PREFIX = "fractional-gpu-"
 _MADE_BY = "jupyter-fractional-gpu"  # the key in metadata that marks our kernelspecs
 _MARK = {"pool", "fraction_milli", "gated", "simulated", "base", "launcher"}
 _DEFAULT_BASE = "python3"
-_NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter accepts
-_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # for an invalid kernel.json
+_NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # the names that Jupyter accepts
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # raised for an invalid kernel.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledSpec:
-    """A kernelspec of ours, made from `base`. `gated`: the extension will load; `launcher`: its command takes the lease.
+    """One of our kernelspecs, made from `base`.
 
-    `shadowed_by`: the folder that Jupyter uses instead.
+    `gated` means that the extension will load, and `launcher` that its command takes the lease. `shadowed_by` is the folder that Jupyter
+    uses instead of this one.
     """
 
     name: str
@@ -56,8 +57,8 @@ class InstalledSpec:
     base: str = ""
     argv: tuple[str, ...] = ()
     shadowed_by: Path | None = None
-    replaced: bool = field(default=False, compare=False)  # this installation replaced an older one
-    obstacle: str = field(default="", compare=False)  # why the extension cannot be loaded, at installation
+    replaced: bool = field(default=False, compare=False)  # whether this installation replaced an older one
+    obstacle: str = field(default="", compare=False)  # at installation, why the extension cannot be loaded
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ class InstalledSpec:
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
-    """Return the kernelspec's name, which Jupyter compares without case. Raises BadRequestError."""
+    """Return the kernelspec's name. Jupyter ignores its case. Raises BadRequestError."""
     if isinstance(fraction_milli, bool) or not isinstance(fraction_milli, int) or not 1 <= fraction_milli <= 1000:
         raise BadRequestError(f"fraction {fraction_milli!r} is out of range; expected 1 to 1000 thousandths of a GPU")
     name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{fraction_milli}"
@@ -88,14 +89,14 @@ def install(
     name: str | None = None,
     display_name: str | None = None,
 ) -> list[InstalledSpec]:
-    """Install one kernelspec per fraction (milli-GPU), replacing earlier ones.
+    """Install one kernelspec for each fraction (in milli-GPU), replacing earlier ones.
 
-    `simulate`: the simulated devices (COUNTxMEMORY) for a broker started for such a kernel. `name` and `display_name`, for a single
-    fraction only, replace the generated ones. Installs for this `user`, below a `prefix` (default: the environment's own), or into a
-    `directory`.
+    `simulate` describes the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel. `name` and `display_name`
+    replace the generated names, and are allowed only for a single fraction. The kernelspecs are installed for this `user`, below a `prefix`
+    (by default, that of the environment), or into a `directory`.
 
-    Raises BadRequestError (contradictory arguments), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written
-    to, or holds another kernelspec).
+    Raises BadRequestError if arguments contradict each other, NotFoundError if there is no such base, and FractionalGPUError if the folder
+    cannot be written to or holds another kernelspec.
     """
     if display_name is not None and (
         not display_name.strip() or not display_name.isprintable() or len(display_name) > MAX_NAME
@@ -133,11 +134,11 @@ def install(
 def list_installed(
     *, prefix: str | None = None, user: bool = False, directory: str | None = None
 ) -> list[InstalledSpec]:
-    """Return our kernelspecs in the named place (as for `install`) or wherever Jupyter looks, even shadowed ones."""
+    """Return our kernelspecs in the given place (as for `install`), or wherever Jupyter looks. Include shadowed ones."""
     if prefix is not None or user or directory is not None:
         places = [_target_folder(prefix=prefix, user=user, directory=directory)]
     else:
-        # Like Jupyter, `os.path` ignores a folder that this user may not enter; `Path` raises in some Python versions.
+        # Like Jupyter, `os.path` ignores a folder that this user may not enter. `Path` raises an error in some Python versions.
         places = [Path(place) for place in jupyter_path("kernels") if os.path.isdir(place)]  # noqa: PTH112 - as above
     folders = dict.fromkeys(path.parent for place in places for path in sorted(place.glob("*/kernel.json")))
     contents = ((folder, _read_ours(folder)) for folder in folders)
@@ -160,9 +161,9 @@ def remove(
     user: bool = False,
     directory: str | None = None,
 ) -> list[InstalledSpec]:
-    """Remove our kernelspecs by name (None: all), even shadowed ones, and return them.
+    """Remove our kernelspecs with these names, or all of them for None, and return them. Include shadowed ones.
 
-    Raises NotFoundError, before removing anything, for a name that is not ours, and FractionalGPUError.
+    Raises NotFoundError, before anything is removed, for a name that is not ours. Raises FractionalGPUError for other failures.
     """
     ours = list_installed(prefix=prefix, user=user, directory=directory)
     there = list(dict.fromkeys(spec.name for spec in ours))
@@ -189,9 +190,9 @@ def delete_folder(folder: Path) -> None:
 
 
 class SeatKernelSpecManager(KernelSpecManager):
-    """Hides our kernelspecs that need more than the server's seat, or all of them without a seat.
+    """Hides our kernelspecs that need more than the server's seat, or all of them if the server has no seat.
 
-    For `--ServerApp.kernel_spec_manager_class`. The broker decides what a kernel gets.
+    Pass the class to `--ServerApp.kernel_spec_manager_class`. The broker still decides what a kernel gets.
     """
 
     def find_kernel_specs(self) -> dict[str, str]:
@@ -209,7 +210,7 @@ class SeatKernelSpecManager(KernelSpecManager):
         except NoSuchKernel:
             return True
         except _UNREADABLE:
-            return True  # Jupyter logs it, leaves it out and shows the others
+            return True  # Jupyter logs the error, leaves this kernelspec out and shows the others
         stanza = metadata.get("kernel_provisioner")
         if not isinstance(stanza, dict) or stanza.get("provisioner_name") != PROVISIONER_NAME:
             return True
@@ -219,7 +220,7 @@ class SeatKernelSpecManager(KernelSpecManager):
         try:
             return parse_fraction_milli(config.get("fraction", 0)) <= share[1]
         except ValueError:
-            return True  # its start is refused with the reason
+            return True  # the kernel's start is refused with the reason
 
 
 def logo(milli: int) -> str:
@@ -273,8 +274,8 @@ def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
     environment = {**os.environ, **(base.env or {})}
     if find_ipykernel(argv) is not None:
-        # To jupyter_client, `python` is the server's own, so other servers would use theirs. The full path would let programs such as
-        # jupytext take our kernelspec for their interpreter's.
+        # For jupyter_client, `python` is the server's own interpreter, so another server would use a different one. With the full path,
+        # programs such as jupytext would mistake our kernelspec for that of their own interpreter.
         interpreter = find_interpreter(argv[0], environment) or argv[0]
         own = str(target.parent) in {*ENV_JUPYTER_PATH} - {*SYSTEM_JUPYTER_PATH}
         argv[0] = "python" if own and interpreter == sys.executable else interpreter
@@ -306,8 +307,8 @@ def _content(base: KernelSpec, argv: list[str], mark: Mapping[str, Any]) -> dict
     return content
 
 
-# What a launcher kernelspec runs. If it outlives the package, it says so: programs show a failed kernel's output.
-# It has no braces, which Jupyter replaces in commands; the sentence follows as the first argument.
+# The program that a launcher kernelspec runs. If the kernelspec outlives the package, the program says so, because other programs show the
+# output of a failed kernel. It contains no braces, which Jupyter would replace in commands. The sentence follows as the first argument.
 _LAUNCH = """
 import sys
 sentence = sys.argv.pop(1)
@@ -345,7 +346,10 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
-    """Return whether the folder has our kernelspec for this base, pool and fraction. Raises FractionalGPUError if it has another."""
+    """Return whether the folder has our kernelspec for this base, pool and fraction.
+
+    Raises FractionalGPUError if it has another kernelspec.
+    """
     if not os.path.lexists(folder):
         return False
     before = _read_ours(folder)
@@ -368,7 +372,7 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that Jupyter uses instead for this name, if any. `seen` has all kernelspecs that Jupyter finds."""
+    """Return the folder that Jupyter uses for this name instead, if any. `seen` has all kernelspecs that Jupyter finds."""
     seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
     found = seen.get(folder.name.lower())
     return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)

@@ -2,10 +2,10 @@
 
 python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
 
-The process *becomes* the kernel, so signals, waits and exit codes are what its parent expects. That takes two execs: a broker attaches
-only a process with the lease's id in its environment, which only an exec changes. The broker ends the lease with the
-process; each start cleans up after the kernel's earlier processes. Without a lease no kernel starts: one sentence on stderr, exit
-code 1.
+The process *becomes* the kernel, so that its parent gets the signals, waits and exit codes it expects. This takes two execs, because the
+broker attaches a process only if the lease's id is in its environment, and only an exec changes the environment. The broker ends the lease
+when the process ends. Each start also cleans up after earlier processes of the kernel. Without a lease no kernel starts: the command prints
+one sentence to stderr and exits with code 1.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _TOKEN_MARK = ".launched-"  # noqa: S105 - part of a file name
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(sys.argv[1:] if arguments is None else arguments)
-    # Interrupts are meant for the kernel, which does not run yet. exec restores the default action.
+    # Interrupts are meant for the kernel, which does not run yet. The exec restores the default action.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
         if options.attach:
@@ -127,7 +127,7 @@ def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
-    """End the leases of this kernel's earlier processes, which would count against the user until they expire."""
+    """End the leases of earlier processes of this kernel. Until they expire, they would count against the user."""
     with BrokerClient(lease.socket, timeout_s=_TIMEOUT_S) as client:
         for other in client.status().leases:
             if kernel_id and other.kernel_id == kernel_id and other.pid is None and other.lease_id != lease.lease_id:
@@ -136,7 +136,7 @@ def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
 
 
 def _rename_token_file(lease: KernelLease) -> KernelLease:
-    """Put pid and start time into the token file's name, so that a later start can remove it once the process is gone."""
+    """Put the pid and the start time into the token file's name, so that a later start can remove the file of an ended process."""
     path = lease.token_file.with_name(f"{lease.lease_id}{_TOKEN_MARK}{os.getpid()}-{_start_time(os.getpid())}.token")
     lease.token_file.rename(path)
     return replace(lease, token_file=path)
@@ -150,7 +150,7 @@ def _remove_stale_tokens() -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the process's start in clock ticks since boot, if it exists."""
+    """Return when the process started, in clock ticks since boot, or None if it does not exist."""
     try:
         return str(read_stat(pid).start_time)
     except OSError:

@@ -1,8 +1,8 @@
-"""Tools for AI agents over MCP: thin functions over the broker's client, which jupyter-server-mcp finds by its entry points.
+"""Tools for AI agents over MCP. They are thin functions over the broker's client, and jupyter-server-mcp finds them by their entry points.
 
-Memory is in MiB and time in seconds. A tool that fails raises an error whose text is JSON: `code`, `reason`, and a `message` that says
-what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all tools and the codes. The tools act as the user of the Jupyter
-server, and what they reserve ends with it.
+Memory is in MiB and time in seconds. A tool that fails raises an error whose text is JSON with `code`, `reason`, and a `message` that says
+what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all tools and the error codes. The tools act as the user of the
+Jupyter server, and their reservations end with the server.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Answer = dict[str, Any]
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Room that is kept for this user's programs. Start them with `environment`, which binds them to the device."""
+    """Room that is reserved for this user's programs. Start them with `environment`, which binds them to the device."""
 
     lease_id: str
     device_id: str
@@ -40,21 +40,21 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease now (its measured use and advice on its share included), and why everything happened to it."""
+    """The present state of a lease, with its measured use and advice on its share, and the reasons for everything that happened to it."""
 
     lease: status.LeaseStatus
     story: list[status.StoryLine]
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a lease and its user used, and what is left of the budgets that this user may see."""
+    """What a lease and its user have used, and what is left of the budgets that this user may see."""
 
     cost: accounts.Cost
     budgets: list[accounts.BudgetStatus]
 
 
 TOOLS: dict[str, tuple[Callable[..., Any], type[msgspec.Struct], bool]] = {}
-"""By name: the function, what it returns, and whether it only reads."""
+"""The tools by name, each with its function, its return type, and whether it only reads."""
 
 
 def tool(
@@ -78,7 +78,7 @@ def tool(
 
 
 def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awaitable[Answer]]:
-    """Run a tool that waits in a separate thread: the server has few of its own, and its end does not wait for this one."""
+    """Run a tool that waits in a separate thread. The server has few threads of its own, and must not wait for this one when it exits."""
 
     @wraps(function)
     async def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:
@@ -94,13 +94,13 @@ def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awai
 def _run(answer: Future[Answer], call: Callable[[], Answer]) -> None:
     try:
         answer.set_result(call())
-    except Exception as error:  # noqa: BLE001 - raised again where the answer is awaited
+    except Exception as error:  # noqa: BLE001 - raised again in the coroutine that awaits the answer
         answer.set_exception(error)
 
 
 def _failure() -> type[Exception]:
-    """Return the exception whose text agents see: servers hide that of others."""
-    from fastmcp.exceptions import ToolError  # noqa: PLC0415 - of a package that only agents' servers have
+    """Return the class of exceptions whose text agents see. Servers hide the text of other exceptions."""
+    from fastmcp.exceptions import ToolError  # noqa: PLC0415 - only servers for agents have this package
 
     kind: type[Exception] = ToolError
     return kind
@@ -113,7 +113,7 @@ def _client() -> BrokerClient:
 
 @tool(status.HostStatus, reads=True)
 def gpu_status() -> status.HostStatus:
-    """Show the GPUs, their free memory, who holds and who waits for them. Begin here: it lists the ids of your leases."""
+    """Show the GPUs, their free memory, who holds it and who waits for it. Begin here, because it lists the ids of your leases."""
     with _client() as client:
         return client.status(fresh=True)
 
@@ -123,8 +123,9 @@ def gpu_status() -> status.HostStatus:
 def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: str = "") -> Reservation:
     """Reserve GPU memory for programs that you start yourself, waiting up to `wait_s` seconds for room. Release it when you are done.
 
-    It ends after `seconds`, and with the Jupyter server. Start programs with the returned environment. Notebook kernels need no
-    reservation: they have their share. `agent` is your name, shown to people. Fails with `no-room` if there is no room in time.
+    The reservation ends after `seconds`, or when the Jupyter server ends. Start programs with the returned environment. Notebook kernels
+    need no reservation, since they have their own share. `agent` is your name, which is shown to people. Fails with `no-room` if there is
+    no room in time.
     """
     request = messages.LeaseRequest(
         fraction_milli=0, memory_mib=memory_mib, ttl_ms=seconds * 1000, holder_pid=os.getpid(), label=agent or "agent"
@@ -141,7 +142,7 @@ def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: st
 @waiting
 @tool(status.LeaseStatus)
 def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
-    """Bring a suspended kernel back to its GPU, waiting up to `wait_s` seconds. Fails with `no-room` if it is not there in time."""
+    """Bring a suspended kernel back to its GPU, waiting up to `wait_s` seconds. Fails with `no-room` if this takes longer."""
     waits_for: list[str] = []
 
     def give_up() -> None:
@@ -153,7 +154,7 @@ def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
 
     with _client() as client:
         timer = threading.Timer(min(max(wait_s, 0), _LONGEST_WAIT_S), give_up)
-        timer.daemon = True  # the end of the server does not wait for it
+        timer.daemon = True  # so the server can exit without waiting for it
         timer.start()
         try:
             return client.resume(lease_id)
@@ -168,7 +169,7 @@ def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
 
 @tool(messages.Done)
 def gpu_release(lease_id: str) -> messages.Done:
-    """End a reservation, so that others get its memory. It does nothing if it has ended. Other leases end with their programs."""
+    """End a reservation, so that others can use its memory. Does nothing if it has ended. Other leases end with their programs."""
     with _client() as client, suppress(errors.NotFoundError):
         if (kind := client.lease(lease_id).kind) != messages.CLAIM:
             raise errors.ConflictError(f"this lease is a {kind}'s: end the {kind} instead", reason=kind)
@@ -179,7 +180,7 @@ def gpu_release(lease_id: str) -> messages.Done:
 @waiting
 @tool(status.LeaseStatus)
 def gpu_resize(lease_id: str, memory_mib: int, wait_s: int = 60) -> status.LeaseStatus:
-    """Change how much GPU memory a kernel may use, keeping its variables. It fails if what the kernel uses does not fit."""
+    """Change how much GPU memory a kernel may use. Its variables are kept. Fails if what the kernel uses does not fit."""
     request = messages.ResizeRequest(memory_mib=memory_mib, wait_ms=min(max(wait_s, 0), _LONGEST_WAIT_S) * 1000)
     with _client() as client:
         return client.resize(lease_id, request)
@@ -194,7 +195,7 @@ def gpu_explain(lease_id: str) -> Explanation:
 
 @tool(Costs, reads=True)
 def gpu_cost(lease_id: str) -> Costs:
-    """Show what a lease and its user used and cost, and what is left of the budgets."""
+    """Show what a lease and its user have used, what this cost, and what is left of the budgets."""
     with _client() as client:
         return Costs(cost=client.cost(lease_id), budgets=client.budgets().budgets)
 
@@ -205,7 +206,10 @@ def tool_names() -> list[str]:
 
 
 def middleware() -> Any:  # noqa: ANN401 - fastmcp's
-    """Return what marks the reading tools and gives each its schema, for the entry point `jupyter_server_mcp.middleware`."""
+    """Return the middleware that marks the tools that only read and gives each tool its schema.
+
+    It is for the entry point `jupyter_server_mcp.middleware`.
+    """
     from fastmcp.server.middleware import Middleware  # noqa: PLC0415 - as above
     from mcp.types import ToolAnnotations  # noqa: PLC0415 - as above
 
@@ -225,11 +229,11 @@ def _described(listed: Any, annotations: type) -> Any:  # noqa: ANN401 - as abov
 
 
 def _schema(answer: type[msgspec.Struct]) -> Answer:
-    return {"type": "object", **msgspec.json.schema(answer)}  # MCP asks for the type at the top
+    return {"type": "object", **msgspec.json.schema(answer)}  # MCP requires the type at the top level
 
 
 def schemas() -> Answer:
-    """Return what agents rely on: each tool's answer as a JSON schema, and the codes of errors."""
+    """Return what agents rely on: the JSON schema of each tool's answer, and the error codes."""
     return {
         "version": 1,
         "tools": {name: _schema(answer) for name, (_, answer, _) in TOOLS.items()},

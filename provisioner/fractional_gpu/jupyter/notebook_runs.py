@@ -1,4 +1,4 @@
-"""Keeps the wait for the GPU out of a cell's timeout, for programs that run notebooks with nbclient."""
+"""Keeps the wait for the GPU out of the cell timeout of programs that run notebooks with nbclient."""
 
 import asyncio
 from typing import Any
@@ -8,10 +8,10 @@ from fractional_gpu.client.discovery import socket_path
 
 
 def wait_before_cells(notebook_client: Any) -> None:  # noqa: ANN401 - nbclient's NotebookClient, which not everybody installs
-    """Let an nbclient client wait for the GPU before it sends a cell, and only then begin to count the cell's `timeout`.
+    """Make an nbclient client wait for the GPU before it sends a cell, so that the cell's `timeout` does not include the wait.
 
-    The wait has no limit; cancelling `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease. An earlier
-    `on_cell_execute` hook is called first. Raises the protocol's errors, ConflictError if the GPU is refused.
+    The wait has no limit, but cancelling `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease. An
+    earlier `on_cell_execute` hook is called first. Raises the protocol's errors, such as ConflictError if the GPU is refused.
     """
     earlier = notebook_client.on_cell_execute
 

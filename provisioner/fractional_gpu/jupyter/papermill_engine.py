@@ -1,4 +1,4 @@
-"""For papermill's `--engine fractional-gpu`: its execution timeout does not count the wait for the GPU. papermill imports it."""
+"""The engine for papermill's `--engine fractional-gpu`. Its execution timeout does not include the wait for the GPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ class FractionalGPUEngine(NBClientEngine):  # type: ignore[misc] # not installed
         wait_before_cells(waits)
 
         class Known(AsyncKernelManager):
-            """Known to the hook, which papermill calls without its client."""
+            """A manager that makes its client known to the hook, since papermill calls the hook without the client."""
 
             def __init__(self, **options: Any) -> None:  # noqa: ANN401 - traits
                 super().__init__(**options)

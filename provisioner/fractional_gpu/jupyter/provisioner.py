@@ -1,11 +1,12 @@
 """A jupyter_client provisioner that starts kernels with a lease on a fraction of a GPU.
 
-- The event loop never waits for the broker: all calls to it run in threads (see `fractional_gpu.client.threads`).
-- A first start fails with one sentence, for JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the
-  kernel as idle forever): the kernel then starts without a GPU, and its first cell says why.
-- The process is attached to its lease before jupyter_client watches it, so nothing restarts it if that fails at a first start.
-- jupyter_client may call `cleanup` twice, or never: the broker itself watches for processes' ends.
-- As the default provisioner it also starts kernelspecs that name none; without a broker, like the local provisioner.
+- The event loop never waits for the broker. All calls to the broker run in threads (see `fractional_gpu.client.threads`).
+- A first start fails with one sentence, which JupyterLab shows in a dialog. A *re*start never fails because of the GPU, since Jupyter
+  would then list the kernel as idle forever. Instead, the kernel starts without a GPU, and its first cell says why.
+- The process is attached to its lease before jupyter_client watches it, so nothing restarts it if attaching fails at a first start.
+- jupyter_client may call `cleanup` twice, or never, so the broker itself watches for the end of processes.
+- As the default provisioner, it also starts kernelspecs that name no provisioner. If there is no broker, it then starts them like the
+  local provisioner.
 """
 
 import os
@@ -45,10 +46,10 @@ from fractional_gpu.jupyter.kernel_record import RecordFile
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
 
-# jupyter_client's own keywords; the others come from the kernelspec's stanza
+# jupyter_client's own keywords. The other keywords come from the kernelspec's stanza.
 _JUPYTER_KEYWORDS = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
 _INTERRUPT_PATIENCE_S = 1.0  # an unblocked process has handled an interrupt by then
-_SHUTDOWN_FROZEN_S = 2.0  # half of it passes before `terminate`
+_SHUTDOWN_FROZEN_S = 2.0  # half of this time passes before `terminate`
 _NVIDIA_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
@@ -58,7 +59,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     A kernelspec's `config` may have the keywords pool, fraction, memory, request, devices and priority.
     """
 
-    process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # has what we use of a Popen
+    process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # has those parts of a Popen that we use
 
     default_pool: Unicode[str, str | bytes] = Unicode(
         config=True,
@@ -91,13 +92,13 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._stanza = {name: kwargs.pop(name) for name in list(kwargs) if name not in _JUPYTER_KEYWORDS}
         super().__init__(**kwargs)
         self._lease: KernelLease | None = None  # kept over restarts
-        self._launch_lease: KernelLease | None = None  # of the process about to start; None: it gets no GPU
+        self._launch_lease: KernelLease | None = None  # for the process about to start; None if it gets no GPU
         self._notice = ""
         self._plan = KernelPlan(gated=False)
         self._is_restart = False
         self._frozen_at_shutdown = False
         self._interrupt_thread: threading.Thread | None = None
-        self._record: RecordFile | None = None  # None: the next server cannot find the kernel
+        self._record: RecordFile | None = None  # None if the next server cannot find the kernel
         self._ports = KernelPorts(self.log)
         self._has_death_callback = False
 
@@ -111,27 +112,30 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """A message for servers to show: why the kernel has no GPU or no extension, or how its last process ended. May be empty."""
+        """A message for servers to show, or "".
+
+        It says why the kernel has no GPU or no extension, or how its last process ended.
+        """
         return self._notice
 
     @property
     def gpu_token(self) -> str | None:
-        """The current lease's token, for the server's requests."""
+        """The token of the current lease, for the server's requests."""
         return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
         """Check the stanza, take or renew the lease, and put it into the command and the environment. Raises FractionalGPUError.
 
-        If cancelled, this may leave a lease without a process, which expires in the broker.
+        If this is cancelled, it may leave a lease without a process, which expires in the broker.
         """
         asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)
         folder = os.fspath(kwargs.get("cwd") or Path.cwd())
-        # As jupyter_client will build it.
+        # jupyter_client will build the environment in the same way.
         own = {name: Template(text).safe_substitute(environment) for name, text in (self.kernel_spec.env or {}).items()}
         with_spec = {**environment, **own}
         if self._lease is None and self._is_named_by_kernelspec:
-            # Starting a broker and probing the interpreter are slow: run them concurrently.
+            # Starting a broker and probing the interpreter are both slow, so they run concurrently.
             begin_broker_start(timeout_s=self.broker_timeout, simulate=simulate)
         self._plan = await in_thread(
             plan_kernel, self.kernel_spec.argv, with_spec, folder, self.kernel_spec.language or ""
@@ -148,11 +152,11 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._notice = self._notice or f"{self._plan.obstacle}."
         try:
             if self.parent is not None and self._ports.secure(self.parent):
-                self.ports_cached = True  # or jupyter_client would choose others
+                self.ports_cached = True  # otherwise jupyter_client would choose other ports
             launch = await super().pre_launch(**kwargs)
         except BaseException:
             if not self._is_restart:
-                self.ports_cached = False  # or `cleanup` would look for them in a missing connection
+                self.ports_cached = False  # otherwise `cleanup` would look for the ports in a missing connection
                 await self._release_all()
             raise
         if managed:
@@ -167,7 +171,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:  # noqa: ANN401 - see above
         """Start the process and attach it to its lease. Cancellation kills the process.
 
-        If the broker refuses the process, a first start raises FractionalGPUError; a restarted kernel starts without a GPU.
+        If the broker refuses the process at a first start, this raises FractionalGPUError. A restarted kernel then starts without a GPU.
         """
         lease = self._launch_lease
         if lease is not None and self._should_keep:
@@ -191,14 +195,17 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Register for the manager's last failed restart, after which a server may forget the kernel without calling `cleanup`."""
+        """Register a callback for the manager's last failed restart.
+
+        After this restart, a server may forget the kernel without calling `cleanup`.
+        """
         await super().post_launch(**kwargs)
         if not self._has_death_callback and self.parent is not None:
             self.parent.add_restart_callback(self._stop_after_deaths, "dead")
             self._has_death_callback = True
 
     def _stop_after_deaths(self) -> None:
-        """Release the lease of a kernel that died too often. A user's restart takes a new one."""
+        """Release the lease of a kernel that died too often. If the user restarts the kernel, it takes a new lease."""
         self._ports.pause()
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -211,16 +218,16 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Could not release the GPU lease of kernel %s: %s", self.kernel_id, error)
 
     async def send_signal(self, signum: int) -> None:
-        """Signal the process group. An interrupt also resumes a suspended kernel that cannot react because a GPU call blocks it."""
+        """Send a signal to the process group. An interrupt also resumes a suspended kernel if a GPU call keeps it from reacting."""
         process = self.process
         if isinstance(process, AdoptedProcess) and process.poll() is not None:
-            return  # another process may have its pid by now
+            return  # another process may have the pid by now
         await super().send_signal(signum)
         lease = self._lease
         is_running = self._interrupt_thread is not None and self._interrupt_thread.is_alive()
         if signum == signal.SIGINT and lease is not None and not is_running:
-            # A daemon thread: a blocking manager's event loop stands still between two calls, and a pool's thread would keep this
-            # program from ending.
+            # This is a daemon thread. A blocking manager's event loop stands still between two calls, and a thread of a pool would keep the
+            # program from exiting.
             self._interrupt_thread = threading.Thread(
                 target=self._resume_if_blocked, args=(lease,), name="gpu-interrupt", daemon=True
             )
@@ -234,24 +241,24 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("Could not resume kernel %s for its interrupt: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Record whether the process is suspended, and so unable to exit."""
+        """Record whether the process is suspended and therefore unable to exit."""
         await super().shutdown_requested(restart=restart)
         self._frozen_at_shutdown = await self._is_frozen()
 
     def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
-        """Return the seconds a shutdown may take: fewer for a process whose exit may block on the GPU."""
+        """Return how many seconds a shutdown may take. A process whose exit may block on the GPU gets fewer seconds."""
         time_s = super().get_shutdown_wait_time(recommended)
         return min(time_s, _SHUTDOWN_FROZEN_S) if self._frozen_at_shutdown else time_s
 
     async def terminate(self, restart: bool = False) -> None:
-        """Send SIGTERM, or SIGKILL to a process whose suspended CUDA state would keep it from exiting."""
+        """Send SIGTERM. Send SIGKILL instead if the process's suspended CUDA state would keep it from exiting."""
         if await self._is_frozen():
             await self.kill(restart=restart)
         else:
             await super().terminate(restart=restart)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """Detach the process (restart) or end the lease. A failed call to the broker is logged, not raised."""
+        """Detach the process for a restart, or else end the lease. If a call to the broker fails, log the error and do not raise it."""
         try:
             if not restart:
                 self._is_restart = False
@@ -265,7 +272,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await super().cleanup(restart=restart)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
-        """Return what another process needs to take over the kernel, with the lease's id and its token's path."""
+        """Return what another process needs to take over the kernel, including the lease's id and the path of its token."""
         return {**await super().get_provisioner_info(), **self._own_info()}
 
     def _own_info(self) -> dict[str, Any]:
@@ -275,7 +282,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return info
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over what `get_provisioner_info` returned: the lease, and the process if it still runs."""
+        """Take over the lease from what `get_provisioner_info` returned, and the process if it still runs."""
         await super().load_provisioner_info(provisioner_info)
         try:
             await in_thread(self._adopt, provisioner_info)
@@ -284,16 +291,16 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Could not take over kernel %s: %s", self.kernel_id, error)
 
     def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: RecordFile) -> None:
-        """Take over a kernel that an earlier server left, and its record. Raises ProcessGoneError."""
+        """Take over a kernel that an earlier server left, together with its record. Raises ProcessGoneError."""
         self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
         self.connection_info = connection
-        self.ports_cached = True  # its next process gets the same
+        self.ports_cached = True  # the next process gets the same ports
         self._adopt(info)
         self._record = record
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
-        """Raises ProcessGoneError."""
+        """Adopt the process of the record. Raises ProcessGoneError."""
         if (identity := info.get("gpu_process")) is not None:
             self.process = AdoptedProcess(identity)
         self._ports.adopt(self.connection_info)
@@ -309,7 +316,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._is_restart = True
 
     def _attach_adopted(self) -> None:
-        """Attach the adopted process for this server, if a broker is running. Otherwise the kernel's next start attaches its process."""
+        """Attach the adopted process for this server, if a broker is running. Otherwise the kernel's next start does this."""
         lease, process = self._lease, self.process
         if lease is None or process is None:
             return
@@ -324,7 +331,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._record is not None and self.process is not None and self.process.poll() is None
 
     def restore_files(self) -> None:
-        """Rewrite the record and the token file if they were removed. A failed write is retried at the next call."""
+        """Rewrite the record and the token file if they were removed. If a write fails, the next call tries again."""
         try:
             runtime_dir()
             if self._record is not None:
@@ -335,7 +342,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("Could not rewrite the record or the token of kernel %s: %s", self.kernel_id, error)
 
     def leave_to_next_server(self) -> None:
-        """Leave kernel, lease and record to the next server."""
+        """Leave the kernel, the lease and the record to the next server."""
         if self._record is not None:
             self._record.close()
         self._ports.release()
@@ -346,14 +353,14 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return bool(getattr(getattr(self.parent, "parent", None), "keeps_kernels", False))
 
     def _write_record(self, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Write the record. Blocks. If this fails, the kernel ends with this server."""
+        """Write the record. If this fails, the kernel ends with this server. Blocks."""
         root_dir = str(getattr(getattr(self.parent, "parent", None), "root_dir", ""))
         try:
             self._record = self._record or RecordFile.create(self.kernel_id or "")
             if self._record is not None:
                 self._record.write({"kernel_id": self.kernel_id, "root_dir": root_dir, **content()})
         except (OSError, ValueError, ProcessGoneError) as error:
-            self._remove_record()  # or the next server would think the start unfinished, and end the process
+            self._remove_record()  # otherwise the next server would consider the start unfinished, and end the process
             self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
 
     def _launched(self, launch: Mapping[str, Any], connection: KernelConnectionInfo) -> dict[str, Any]:
@@ -388,7 +395,10 @@ class FractionalGPUProvisioner(LocalProvisioner):
             raise start_error(error, f"Kernel {self.kernel_spec.display_name!r}: ") from None
 
     async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
-        """Return the lease, or None and why the kernel gets no GPU (empty: it starts like an ordinary kernel)."""
+        """Return the lease and an empty sentence, or None and a sentence that explains why the kernel gets no GPU.
+
+        None with an empty sentence means that the kernel starts like an ordinary kernel.
+        """
         how: dict[str, Any] = {"timeout_s": self.broker_timeout, "simulate": simulate}
         try:
             if self._lease is None:
@@ -403,7 +413,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 return None, ""
             return None, self._record_failure(error)
         self._notice = self._lease.notice
-        self._lease = replace(self._lease, notice="")  # shown once; the lease may outlive several processes
+        self._lease = replace(self._lease, notice="")  # shown only once, since the lease may outlive several processes
         return self._lease, ""
 
     def _record_failure(self, error: FractionalGPUError) -> str:
@@ -413,18 +423,18 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
-        """Attach the new process. Blocks. Raises FractionalGPUError, also if the process has ended."""
+        """Attach the new process. Raises FractionalGPUError, even if the process has already ended. Blocks."""
         process = self.process
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)
         try:
             request = self._attach_request(process.pid, connection)
-        except ProcessGoneError as error:  # it has ended since
+        except ProcessGoneError as error:  # the process has ended meanwhile
             raise _ended_at_once(process) from error
         lease.attach(request)
 
     def _attach_request(self, pid: int, connection: KernelConnectionInfo) -> AttachRequest:
-        """Raises ProcessGoneError."""
+        """Return the request to attach the process. Raises ProcessGoneError."""
         return attach_request(pid, connection, self.kernel_spec.argv, self.kernel_spec.language or "")
 
     async def _undo_launch(self) -> None:
@@ -435,7 +445,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._release_all()
 
     async def _release_all(self) -> None:
-        """Release the ports and end the lease. May be called again."""
+        """Release the ports and end the lease. It is safe to call this again."""
         self._ports.release()
         lease, self._lease, self._launch_lease = self._lease, None, None
         if lease is not None:
@@ -447,7 +457,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             return await in_thread(self._lease.is_frozen)
         except FractionalGPUError:
-            return False  # unknown: the ordinary way ends in a kill, too
+            return False  # unknown, but an ordinary shutdown also ends in a kill
 
 
 def _has_gpu() -> bool:
@@ -460,24 +470,24 @@ def _ended_at_once(process: Popen[bytes] | AdoptedProcess | None) -> FractionalG
     return FractionalGPUError(f"the kernel's process ended right after it started{how}; see the server's log")
 
 
-# Errors about this server. As its own status, they would seem to concern the browser's login, path or request.
+# These errors concern this server. If they kept their own status, they would seem to concern the browser's login, path or request.
 _ABOUT_THE_SERVER = frozenset({401, 403, 404, 413})
 
-_Factory = Callable[[str, str], FractionalGPUError]  # takes the sentence and the reason
+_Factory = Callable[[str, str], FractionalGPUError]  # takes a sentence and a reason
 _classes: dict[type[FractionalGPUError], _Factory] = {}
 
 
 def start_error(error: FractionalGPUError, prefix: str = "") -> FractionalGPUError:
-    """Return an error of the same class and reason, with `prefix` before its sentence, that is also a `tornado.web.HTTPError`.
+    """Return an error of the same class and reason that is also a `tornado.web.HTTPError`, with `prefix` before its sentence.
 
-    Only an HTTPError's text reaches the browser: `POST /api/kernels` answers with its status and message, `/api/sessions` with its
-    `str()`, which therefore is just the sentence.
+    Only the text of an HTTPError reaches the browser. `POST /api/kernels` answers with its status and message, and `/api/sessions` answers
+    with its `str()`, which is therefore just the sentence.
     """
     return _class_for(type(error))(f"{prefix}{_sentence(error)}", error.reason)
 
 
 def _sentence(error: FractionalGPUError) -> str:
-    """Return the message on one line without percent signs, which JupyterLab's dialog would double."""
+    """Return the message on one line and without percent signs, which JupyterLab's dialog would double."""
     return " ".join(str(error).replace("%", " percent").split()).removesuffix(".")
 
 
@@ -489,7 +499,7 @@ def _class_for(kind: type[FractionalGPUError]) -> _Factory:
     class StartError(kind, HTTPError):  # type: ignore[misc, valid-type] # the class is known at run time only
         def __init__(self, message: str, reason: str) -> None:
             HTTPError.__init__(self, status, message)
-            self.reason = reason  # also in the reply's status line: "409 no-room"
+            self.reason = reason  # also appears in the reply's status line: "409 no-room"
             self._text = message
 
         def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""The data that outlives the broker: leases, seats, stories, usage."""
+"""The database of what outlives the broker: leases, seats, stories and usage."""

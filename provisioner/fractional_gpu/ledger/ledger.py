@@ -1,11 +1,12 @@
-"""The broker's database: one SQLite file, one writer.
+"""The broker's database, which is one SQLite file with one writer.
 
-- A write is on disk when its method returns or, inside `transaction()`, when the block ends (WAL with synchronous=FULL; NORMAL would
-  lose the last commits in a power failure). Each suspend and resume is recorded before it starts.
-- Any thread may call; a mutex admits one at a time, and none during another thread's transaction. Only `metered` reads without it, on a
-  separate connection: a year's figures take seconds, and grants wait for writes.
-- An ended lease stays ended, and its secrets are erased. Leases that never had a process are only counted: users could make any number.
-- Every failure raises LedgerError, and leaves nothing of the failed write or transaction.
+- A write is on disk when its method returns or, inside `transaction()`, when the block ends. This needs WAL with synchronous=FULL, since
+  NORMAL would lose the last commits in a power failure. Each suspend and resume is recorded before it starts.
+- Any thread may call the ledger. A mutex admits one thread at a time, and none during another thread's transaction. Only `metered` reads
+  without the mutex, on a separate connection, because it takes seconds to read a year's figures and grants wait for writes.
+- An ended lease stays ended, and its secrets are erased. A lease that never had a process is only counted, because users could create any
+  number of them.
+- Every failure raises LedgerError and leaves no trace of the failed write or transaction.
 """
 
 import logging
@@ -38,7 +39,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
-# A live lease's or seat's document may be replaced; an ended one's never changes.
+# The document of a live lease or seat may be replaced. That of an ended one never changes.
 _SAVE_LEASE = """
 INSERT INTO leases (lease_id, uid, created_ms, document) VALUES (?, ?, ?, ?)
 ON CONFLICT (lease_id) DO UPDATE SET document = excluded.document WHERE leases.ended_ms IS NULL
@@ -62,17 +63,20 @@ _PRUNED = {
     "share_days": ("day < ?", 86_400_000),
     "advised": ("day < ?", 86_400_000),
 }
-"""Maps a table to the condition of its old rows, and to the milliseconds of its unit of time."""
-_ACCOUNTS = frozenset({"metered", "usage"})  # usage of leases
+"""Maps each table to the condition for its old rows, and to its unit of time in milliseconds."""
+_ACCOUNTS = frozenset({"metered", "usage"})  # the use of leases
 _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {old} LIMIT ?)"
 HISTORY_MS: Final = 90 * 86_400_000
-"""The retention time of history: ended leases, their stories, cells and points."""
+"""How long history is kept. This includes ended leases and their stories, cells and points."""
 ACCOUNTS_MS: Final = 400 * 86_400_000
-"""The retention time of usage rows, long enough for a year's bills."""
+"""How long usage rows are kept. This is long enough for a year's bills."""
 PRUNED_AT_ONCE: Final = 5000
-"""Rows of each table, and pages of the file, in one transaction of `Ledger.prune`: about a tenth of a second."""
+"""The number of rows per table, and of pages of the file, that one transaction of `Ledger.prune` removes.
+
+Such a transaction takes about a tenth of a second.
+"""
 STORY_LINES: Final = 1000
-"""The most lines kept of a lease's story, because a user can cause any number. The oldest are dropped."""
+"""The most lines kept of a lease's story, because a user can cause any number of lines. The oldest lines are dropped."""
 _TRIM_STORY = """
 DELETE FROM story WHERE lease_id = :lease_id
 AND line_id <= (SELECT line_id FROM story WHERE lease_id = :lease_id ORDER BY line_id DESC LIMIT 1 OFFSET :kept)
@@ -108,14 +112,14 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""The names by which metered figures can be summed, and their columns."""
+"""Maps the names by which metered figures can be summed to their columns."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
 METER: Final = "meter"
 """The name under which the meter's state is saved."""
-_ADVISED_DAYS: Final = 60  # how much longer advice is kept than the days behind it
+_ADVISED_DAYS: Final = 60  # how much longer advice is kept than the days it is based on
 _HOUR_MS = 3_600_000
 _LOCK = ".lock"
 _FILES = ("", "-wal", "-shm", _LOCK)
@@ -132,9 +136,10 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Open the ledger, or create it if missing, with its folder (mode 0700).
+        """Open the ledger. If it is missing, create it together with its folder (mode 0700).
 
-        Raises LedgerError, and leaves the file unchanged, if it is in use, unreadable, corrupt, empty, or another program's or schema's.
+        Raises LedgerError, and leaves the file unchanged, if the file is in use, unreadable, corrupt or empty, or if it belongs to another
+        program or has another schema.
         """
         path = Path(path)
         lock = opening.lock(path)
@@ -149,10 +154,10 @@ class Ledger:
         return self._found() == self._files
 
     def write_out(self) -> None:
-        """Write the whole ledger to `<file>.whole` after its files were deleted or replaced: the next `open` uses that.
+        """Write the whole ledger to `<file>.whole` after its files were deleted or replaced. The next `open` uses that file.
 
-        `close` writes it again, with later changes. A file that has taken the ledger's name is renamed, unless another process holds the
-        lock. Raises LedgerError and changes nothing.
+        `close` writes the file again, with later changes. If another file has taken the ledger's name, that file is renamed, unless another
+        process holds the lock. Raises LedgerError and then changes nothing.
         """
         with self._mutex:
             connection, path = self._require(), self.path
@@ -197,7 +202,7 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Group writes: all are on disk when the block ends, none if it raises. Nested blocks join the outer one."""
+        """Group writes. All are on disk when the block ends, and none if the block raises. Nested blocks join the outer one."""
         with self._mutex:
             connection = self._require()
             if connection.in_transaction:
@@ -215,7 +220,7 @@ class Ledger:
     # Leases
 
     def save_lease(self, record: LeaseRecord) -> None:
-        """Insert or replace the lease. Raises RecordError if it has ended or has text that cannot be encoded."""
+        """Insert or replace the lease. Raises RecordError if the lease has ended or contains text that cannot be encoded."""
         lease_id = record.spec.lease_id
         if record.state is LeaseState.ENDED:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
@@ -234,7 +239,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """End the lease and erase its secrets. If it never had a process, only count it. Ignores unknown and ended leases."""
+        """End the lease and erase its secrets, or only count it if it never had a process. Unknown and ended leases are ignored."""
         with self.transaction():
             rows = self._read(
                 "SELECT lease_id AS id, document FROM leases WHERE lease_id = ? AND ended_ms IS NULL", (lease_id,)
@@ -279,7 +284,7 @@ class Ledger:
                 self._write(statement, (at_ms, reason, self._document(ended), seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
-        """Return how long the pool's last seats lasted (ms), latest first; 0 if the wall clock was set back."""
+        """Return how long the last seats of the pool lasted, in ms, latest first. A time is 0 if the wall clock was set back."""
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:
@@ -302,9 +307,9 @@ class Ledger:
     def metered(
         self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
     ) -> Iterator[tuple[dict[str, str | int], Usage]]:
-        """Yield sums by these columns (of `METERED_BY`), in their order, over the hours that begin in the period.
+        """Yield sums by these columns (of `METERED_BY`), in the order of the columns, over the hours that begin in the period.
 
-        `only`: required column values. Reads rows as they are taken, in one snapshot. Raises LedgerError.
+        `only` maps columns to required values. Rows are read as they are consumed, in one snapshot. Raises LedgerError.
         """
         columns = [METERED_BY[one] for one in by]
         wanted = {METERED_BY[name]: value for name, value in (only or {}).items()}
@@ -315,7 +320,7 @@ class Ledger:
             f"SELECT {', '.join([*columns, sums])} FROM metered WHERE hour_s >= ? AND hour_s < ?{tests}{grouped}"  # noqa: S608
         )
         for row in self._read_aside(statement, (since_s, until_s, *wanted.values())):
-            if row["reserved_ms"] is not None:  # without columns there is always a row
+            if row["reserved_ms"] is not None:  # a query without columns always returns a row
                 yield {name: row[METERED_BY[name]] for name in by}, Usage(**{name: row[name] for name in FIGURES})
 
     def add_turns(self, turns: Sequence[Turn]) -> None:
@@ -323,7 +328,7 @@ class Ledger:
             for one in turns:
                 self._write("INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(one))
 
-    # What notebooks used of their shares, and advice
+    # What notebooks used of their shares, and the resulting advice
 
     def save_share_days(self, days: Sequence[tuple[HabitKey, ShareDay]], before_day: int) -> None:
         with self.transaction():
@@ -407,10 +412,10 @@ class Ledger:
         return str(rows[0]["value"]) if rows else None
 
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
-        """Delete some history before `before_ms`, and some usage of leases before `accounts_before_ms`. Live rows stay.
+        """Delete some history before `before_ms`, and some of the leases' usage before `accounts_before_ms`. Keep live rows.
 
-        Gives freed space back to the file system. Returns True if more is left: call again, with pauses for other writes, since kernels
-        wait for those.
+        This also returns freed space to the file system. Returns True if more rows are left. Then call it again after a pause, because
+        kernels wait for other writes.
         """
         with self.transaction():
             deleted = []
@@ -424,11 +429,11 @@ class Ledger:
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def _shrink(self) -> bool:
-        """Free some of the file's unused pages; return whether more are left. Call it in a transaction."""
+        """Free some of the file's unused pages, and return whether more are left. Call this in a transaction."""
         free = self._pragma("freelist_count")
         for _ in range(min(free, PRUNED_AT_ONCE)):
-            self._read("PRAGMA incremental_vacuum")  # one page: Python's module runs only the first step
-        return 0 < self._pragma("freelist_count") < free  # without auto_vacuum, free pages stay
+            self._read("PRAGMA incremental_vacuum")  # one page only, since Python's module runs only the first step
+        return 0 < self._pragma("freelist_count") < free  # without auto_vacuum, free pages stay in the file
 
     def _pragma(self, name: str) -> int:
         ((value,),) = self._read(f"PRAGMA {name}")
@@ -467,14 +472,18 @@ class Ledger:
             return cursor.execute(statement, values).fetchall()
 
     def _read_aside(self, statement: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Row]:
-        """Yield rows without the mutex, unless the file was moved or deleted: then only the open connection has it."""
-        with self._mutex:  # not while the file is being put back
+        """Yield rows without the mutex.
+
+        If the file was moved or deleted, use the mutex, because only the open connection still has the file.
+        """
+        with self._mutex:  # wait until the file has been put back
             self._require()
             in_place = self.is_in_place()
         if not in_place:
             yield from self._read(statement, values)
             return
-        # A read-only connection never deletes a write-ahead log on closing, not even that of a file that has since taken the name.
+        # When a read-only connection closes, it never deletes a write-ahead log, not even that of another file that has since taken the
+        # name.
         with closing(opening.connect_existing(self.path, "ro")) as connection, self._explained():
             cursor = connection.cursor()
             cursor.row_factory = sqlite3.Row

@@ -1,9 +1,9 @@
 """Opens the ledger's file and checks it first.
 
-An existing file is either a sound ledger or an error; it is never replaced, repaired or emptied. A new ledger is built under another name
-and renamed when complete. A write-ahead log without its database is an error: the database was removed. If `<file>.whole` exists, a broker
-whose files were deleted wrote it, and it takes the ledger's name. One broker at a time holds a lock on `<file>.lock`. The file contains
-Jupyter's signing keys, so it is private (0600), in a folder that no other user may write to.
+An existing file is either a sound ledger or an error. It is never replaced, repaired or emptied. A new ledger is built under another name
+and renamed when it is complete. A write-ahead log without its database is an error, because it means that the database was removed. If
+`<file>.whole` exists, a broker whose files were deleted has written it, and it takes the ledger's name. One broker at a time holds a lock
+on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (0600), in a folder that no other user may write to.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from fractional_gpu.host.files import open_own, sync_folder
 from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
 from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA, TABLES, create_tables
 
-WHOLE = ".whole"  # suffix of a complete copy that has yet to take the ledger's name
+WHOLE = ".whole"  # suffix of a complete copy that has not yet taken the ledger's name
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
-_BUSY_S = 5.0  # while another tool reads
+_BUSY_S = 5.0  # how long to wait while another program reads
 _SET_ASIDE = ".damaged"
 
 
 def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
-    """The default remedy: restore a backup, or set the file aside."""
+    """Return the error. Its default remedy is to restore a backup or to set the file aside."""
     if remedy is None:
         remedy = (
             f"it is unchanged: restore a backup, or set it aside with `{set_aside_command(path)}`; the next broker then "
@@ -39,7 +39,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
 
 @contextlib.contextmanager
 def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[None]:
-    """Raise the system's or SQLite's error as a LedgerError, with the reason after `wrong`."""
+    """Raise an error of the system or of SQLite as a LedgerError, with its reason after `wrong`."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def set_aside_command(path: Path) -> str:
 
 
 def lock(path: Path) -> int:
-    """Create the folder if needed, lock the file next to `path` and return its descriptor. Raises LedgerError."""
+    """Create the folder if needed, lock the file next to `path`, and return its descriptor. Raises LedgerError."""
     _check_folder(path)
     lock_file = path.with_name(path.name + ".lock")
     with explained(path, f"cannot be locked: {lock_file.name}", "check the folder's owner and mode"):
@@ -78,14 +78,14 @@ def lock(path: Path) -> int:
     except LedgerError:
         os.close(descriptor)
         raise
-    with contextlib.suppress(OSError):  # a full disk; the pid is for people only
+    with contextlib.suppress(OSError):  # the disk may be full, and the pid is only for people
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
     return descriptor
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a sound ledger, or create one if missing. The lock must be held. Raises LedgerError."""
+    """Open a sound ledger, or create one if it is missing. The caller must hold the lock. Raises LedgerError."""
     with explained(path, "cannot be examined", "check the owner and mode of its folder"):
         if os.path.lexists(path.with_name(path.name + WHOLE)):
             adopt_whole(path)
@@ -113,9 +113,9 @@ def exists(path: Path) -> bool:
 
 
 def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
-    """Write the open ledger, whose files may be gone, to `<file>.whole`; return when it is on disk. The lock must be held.
+    """Write the open ledger, whose files may be gone, to `<file>.whole`, and return when it is on disk.
 
-    Raises sqlite3.Error or OSError, and then leaves no `.whole`.
+    The caller must hold the lock. Raises sqlite3.Error or OSError, and then leaves no `.whole` file.
     """
     unfinished, descriptor = _new_file(path)
     try:
@@ -131,22 +131,22 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def adopt_whole(path: Path) -> None:
-    """Give `<file>.whole` the ledger's name. The lock must be held, and no connection open. Raises OSError."""
-    for suffix in ("-wal", "-shm"):  # an older file's: SQLite would apply them to the new one
+    """Give `<file>.whole` the ledger's name. The caller must hold the lock, and no connection may be open. Raises OSError."""
+    for suffix in ("-wal", "-shm"):  # SQLite would apply the logs of an older file to the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.with_name(path.name + WHOLE).rename(path)
     sync_folder(path.parent)
 
 
 def connect_existing(path: Path, mode: str = "rw") -> sqlite3.Connection:
-    """Open an existing file (mode `rw` or `ro`). Raises LedgerError, also if it is missing."""
+    """Open an existing file with the mode `rw` or `ro`. Raises LedgerError, also if the file is missing."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     with explained(path, "cannot be opened"):
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
 
 def live_leases(path: Path) -> int:
-    """Check a ledger, even one in use, and return how many leases are live. Changes nothing. Raises LedgerError."""
+    """Check a ledger, even if it is in use, and return how many leases are live. Changes nothing. Raises LedgerError."""
     with contextlib.closing(connect_existing(path, "ro")) as connection, explained(path, "cannot be read"):
         (owner,) = connection.execute("PRAGMA application_id").fetchone()
         if owner != APPLICATION_ID:
@@ -174,7 +174,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Check that neither the ledger nor its logs have a second name: a write would also change that file. Raises LedgerError."""
+    """Check that neither the ledger nor its logs have a second name, since a write would also change that file. Raises LedgerError."""
     for one in (path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm", "-journal")):
         names = os.lstat(one).st_nlink if os.path.lexists(one) else 0
         if names > 1:
@@ -186,7 +186,7 @@ def _check_names(path: Path) -> None:
 
 
 def _check_file(path: Path, found: os.stat_result) -> None:
-    """Check a file before SQLite opens it: type, owner, mode, write permission, and the program named in its header."""
+    """Check the type, owner, mode and write permission of a file before SQLite opens it, and the program named in its header."""
     if not stat.S_ISREG(found.st_mode):
         kind = (
             "a directory" if stat.S_ISDIR(found.st_mode) else "a link" if stat.S_ISLNK(found.st_mode) else "not a file"
@@ -205,8 +205,8 @@ def _check_file(path: Path, found: os.stat_result) -> None:
             f"can be written to by other users (mode {found.st_mode & 0o777:04o})",
             f"if its contents can be trusted, run: chmod 600 {path}",
         )
-    # Closing any descriptor of a file drops all the process's POSIX locks on it, even SQLite's. We hold the ledger's lock,
-    # so it has no other connection to the file.
+    # If a process closes any descriptor of a file, it loses all its POSIX locks on that file, even those of SQLite. We hold the ledger's
+    # lock, so this process has no other connection to the file.
     with explained(path, "cannot be opened for writing", "check its owner and mode, and that its disk is writable"):
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -244,15 +244,15 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
             path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk"
         )
     connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA trusted_schema = OFF")  # a tampered file's triggers call no functions with side effects
-    # The first read after `journal_mode` also creates the log's files, which `Ledger.is_in_place` looks for.
+    connection.execute("PRAGMA trusted_schema = OFF")  # triggers in a tampered file call no functions with side effects
+    # The first read after `journal_mode` also creates the log files, which `Ledger.is_in_place` looks for.
     tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if missing := sorted(TABLES.keys() - tables):
         raise ledger_error(path, f"is corrupt: it lacks the table {missing[0]}")
 
 
 def _create(path: Path) -> None:
-    """Build a new ledger under another name and rename it: a crash leaves no ledger or a whole one."""
+    """Build a new ledger under another name and rename it, so that a crash leaves either no ledger or a complete one."""
     if path.with_name(path.name + "-wal").exists():
         raise ledger_error(
             path,
@@ -266,7 +266,7 @@ def _create(path: Path) -> None:
         with contextlib.closing(connect_existing(unfinished)) as connection:
             connection.execute(
                 "PRAGMA auto_vacuum = INCREMENTAL"
-            )  # only before the first table; otherwise `Ledger.prune` frees nothing
+            )  # has an effect only before the first table; without it, `Ledger.prune` frees nothing
             connection.execute("PRAGMA synchronous = FULL")
             create_tables(connection)
         unfinished.rename(path)

@@ -1,4 +1,4 @@
-"""The leases and turns in a ledger, read with or without a running broker: the file is opened read-only."""
+"""Reads the leases and turns in a ledger with a read-only connection, whether or not a broker runs."""
 
 import sqlite3
 from contextlib import closing
@@ -16,7 +16,7 @@ from fractional_gpu.ledger.schema import APPLICATION_ID
 
 @dataclass(slots=True)
 class PastLease:
-    """A lease with its turns, oldest first. Milliseconds since 1970; `ended_ms` None: live."""
+    """A lease with its turns, oldest first. Times are in milliseconds since 1970. `ended_ms` is None for a live lease."""
 
     spec: LeaseSpec
     created_ms: int

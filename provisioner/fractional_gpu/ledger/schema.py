@@ -1,9 +1,9 @@
-"""The ledger's tables.
+"""The tables of the ledger.
 
 SQLite's header fields name the program (`application_id`) and the version of the tables (`user_version`).
 
-0.1.0 writes schema 1 and opens no other. A later version that changes the tables must raise `SCHEMA` and migrate older ledgers in
-`opening.connect`, after the checks, in one transaction that also writes the new `user_version`.
+Version 0.1.0 writes schema 1 and opens no other schema. A later version that changes the tables must raise `SCHEMA` and migrate older
+ledgers in `opening.connect`, after the checks, in one transaction that also writes the new `user_version`.
 """
 
 import sqlite3
@@ -14,9 +14,9 @@ from fractional_gpu.core.metering.usage import FIGURES
 APPLICATION_ID: Final = 0x6A667067  # "jfpg"
 SCHEMA: Final = 1
 
-# No STRICT tables: some supported distributions' SQLite is too old for them.
+# The tables are not STRICT, because the SQLite of some supported distributions is too old for that.
 TABLES: Final = {
-    # `document`: a LeaseRecord, JSON; of an ended lease without its secrets
+    # `document`: a LeaseRecord in JSON, without its secrets once the lease has ended
     "leases": """
         lease_id   TEXT PRIMARY KEY NOT NULL,
         uid        INTEGER NOT NULL,
@@ -25,7 +25,7 @@ TABLES: Final = {
         ended_ms   INTEGER,
         end_reason TEXT
     """,
-    # Lines may be about refused leases, which are never saved: no foreign key.
+    # No foreign key, because a line may be about a refused lease, which is never saved.
     "story": """
         line_id  INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
         lease_id TEXT NOT NULL,
@@ -60,7 +60,7 @@ TABLES: Final = {
         used_mib  INTEGER NOT NULL,
         saved_mib INTEGER NOT NULL
     """,
-    # `deadline_ms`: when the device goes away; 0: it stays
+    # `deadline_ms`: when the device goes away, or 0 if it stays
     "drained": """
         device_id   TEXT PRIMARY KEY NOT NULL,
         evict_busy  INTEGER NOT NULL,
@@ -91,7 +91,7 @@ TABLES: Final = {
         document TEXT NOT NULL,
         PRIMARY KEY (day, key)
     """,
-    # when cells asked for their device, ran there, and ended; used again by `jupyter gpu simulate --from-ledger`
+    # when cells asked for their device, when they ran on it, and when they ended; read by `jupyter gpu simulate --from-ledger`
     "turns": """
         lease_id  TEXT NOT NULL,
         asked_ms  INTEGER NOT NULL,
@@ -107,7 +107,7 @@ TABLES: Final = {
         day      INTEGER NOT NULL,
         document TEXT NOT NULL
     """,
-    # how many leases ended that never had a process, by user and hour since 1970
+    # how many leases ended without ever having a process, by user and hour since 1970
     "unstarted": """
         hour   INTEGER NOT NULL,
         uid    INTEGER NOT NULL,

@@ -1,1 +1,1 @@
-"""Reports of what leases used: sums, tables, JSON, chargeback rows and HTML. Figures in, text out; no I/O."""
+"""Reports of what leases used, as sums, tables, JSON, chargeback rows and HTML. This package does no I/O."""

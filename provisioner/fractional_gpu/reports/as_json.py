@@ -1,4 +1,4 @@
-"""A complete report as JSON, with totals, in integers with units in their names."""
+"""A complete report as JSON with totals. All figures are integers, and their names include the unit."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ VERSION: Final = 1
 
 
 def as_json(report: UsageReport, by: Sequence[str]) -> str:
-    """Return a JSON object: `entries` of leases, `no_lease` for what no lease held, `totals` of both, each by currency.
+    """Return a JSON object with `entries` for leases, `no_lease` for what no lease held, and `totals` of both, by currency.
 
-    The report must be by user at least. Entries by user have an `account` in `of`, `hub` or `machine`, as names may occur in both.
+    The report must be at least by user. Entries by user have an `account` in `of`, which is `hub` or `machine`, since a name may occur in
+    both.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     found = {

@@ -1,7 +1,8 @@
-"""A report as rows for chargeback systems: CSV by the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
+"""A report as CSV for chargeback systems, in the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
 
-There is one row per hour or day, user, group, pool, currency and other requested columns. It has all 21 mandatory columns of FOCUS 1.2 and
-some others (docs/costs.md); `x_` columns are our own. No number passes through a float, so `BilledCost` sums to exactly the total.
+There is one row for each hour or day, user, group, pool, currency and other requested column. It has all 21 mandatory columns of FOCUS 1.2
+and some others (docs/costs.md). Columns with the prefix `x_` are our own. No number passes through a float, so `BilledCost` sums to exactly
+the total.
 """
 
 import csv
@@ -18,9 +19,9 @@ from fractional_gpu.reports.periods import bounds
 from fractional_gpu.reports.sums import ACCOUNT, rolled_up
 
 NO_CURRENCY: Final = "XXX"
-"""ISO 4217's code for no currency: FOCUS requires a code."""
+"""ISO 4217's code for no currency. FOCUS requires a code."""
 _USERS: Final = {"": "user", "machine": "user", "hub": "hub-user"}
-"""Prefixes of user ids, by account: hub and machine users with the same name are billed separately."""
+"""Prefixes of user ids, by account. A hub user and a machine user of the same name are billed separately."""
 _HOURS: Final = "GPU-Hours"
 _PLACES: Final = 6
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
@@ -50,7 +51,10 @@ def grain(by: Sequence[str]) -> list[str]:
 
 
 def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
-    """Return the rows, with a header. The report is at least as fine as `grain(by)`. `provider`: who bills, such as the machine."""
+    """Return the rows, with a header. The report must be at least as fine as `grain(by)`.
+
+    `provider` is the name of the party that bills, such as the machine.
+    """
     entries = rolled_up(report.entries, grain(by))
     measured = {
         name: [text.replace(",", "") for text in decimals([value(one) for one in entries], unit, _PLACES)]
@@ -67,12 +71,12 @@ def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
 def _row(report: UsageReport, entry: UsageEntry, provider: str) -> dict[str, str]:
     of = entry.of
     when = of.get("hour") or of["day"]
-    # By this machine's time if the broker does not say.
+    # Use this machine's time zone if the broker does not name one.
     begin_s, end_s = report.periods.get(when) or bounds(when)
     month_s, next_month_s = report.periods.get(when[:7]) or bounds(when[:7])
     cost = cost_text(entry.usage.charge_milli)
     user = of["user"]
-    # Who is billed: the group, a user without one, or the pool for what no lease held.
+    # The bill goes to the group, to a user without a group, or to the pool for what no lease held.
     if not user:
         account_type, account = "Pool", of["pool"]
     else:
@@ -131,7 +135,7 @@ def _resource(report: UsageReport, of: dict[str, str]) -> dict[str, str]:
 
 
 def _name(text: str) -> str:
-    """Return a name that no spreadsheet reads as a formula."""
+    """Return a name that a spreadsheet does not read as a formula."""
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

@@ -1,7 +1,7 @@
 """The columns of a report's tables, for terminals and pages: names, formatted figures, rows and totals.
 
-The parts shown add up to the total shown: amounts are exact, and other figures are rounded as running sums, so a part may be off by one in
-the last digit.
+The shown parts add up to the shown total. Amounts are exact. Other figures are rounded as running sums, so the last digit of a part may be
+off by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,11 @@ _MG_PER_KG: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure. `unit`: what the shown value is divided by; 0: an exact amount. `resource`: shown in the second table."""
+    """A column of figures.
+
+    The shown value is the figure divided by `unit`, or an exact amount if `unit` is 0. Columns with `resource` are shown in the second
+    table.
+    """
 
     name: str
     value: Callable[[UsageEntry], int]
@@ -40,7 +44,7 @@ class Column:
 class Line:
     names: tuple[str, ...]
     cells: tuple[str, ...]
-    kind: str = ""  # `rest`: what no lease held; `total`
+    kind: str = ""  # `rest` for what no lease held, or `total`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,9 @@ CARBON: Final = Column(
 
 
 def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column], bool] | None = None) -> Table:
-    """Return the sums of leases, what no lease held, and the totals. The report must be by user at least.
+    """Return the sums of leases, what no lease held, and the totals. The report must be at least by user.
 
-    Amounts are left out if nothing has a price, and CO2 if none is configured.
+    Amounts are left out if nothing has a price, and CO2 is left out if no figures for it are configured.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     parts, rest = rolled_up(of_leases(finer), by), rolled_up(of_no_lease(finer), [])
@@ -114,7 +118,7 @@ def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> li
 
 
 def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
-    """Format values in `unit` with `places` decimals, rounded half up so that they add up to their rounded sum."""
+    """Format values in `unit` with this many decimals. They are rounded half up so that they add up to their rounded sum."""
     step, shown, before, running = 10**places, [], 0, 0
     for value in values:
         running += value
@@ -126,7 +130,7 @@ def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
 
 
 def amount_text(milli: int, currency: str = "") -> str:
-    """Format an amount in thousandths exactly: `1,234.500 EUR`, or `-` without a currency."""
+    """Format an amount in thousandths exactly, such as `1,234.500 EUR`, or `-` without a currency."""
     if not currency:
         return "-"
     return f"{milli // 1000:,}.{milli % 1000:03} {currency}"
@@ -137,7 +141,7 @@ def percent_text(share: int, of: int) -> str:
 
 
 def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
-    """Return a function that names an entry's column, and a user's hub or machine if both occur."""
+    """Return a function that names the value of a column, and also a user's hub or machine if both occur."""
     is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
 
     def name(column: str, entry: UsageEntry) -> str:
@@ -154,7 +158,10 @@ def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
 
 
 def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], str]:
-    """Return a function that names a budget's subject: `user ada`, or `user ada (hub)` if both hub and machine users occur."""
+    """Return a function that names the user or group of a budget.
+
+    It returns `user ada`, or `user ada (hub)` if users of both the hub and the machine occur.
+    """
     is_mixed = len({one.account for one in budgets if one.kind == "user"}) > 1
 
     def name(budget: BudgetStatus) -> str:
@@ -165,7 +172,7 @@ def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], st
 
 
 def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:
-    """Return a function that names the notebook, and its user (of hub or machine) if there are several."""
+    """Return a function that names the notebook, and also its user (of the hub or the machine) if there are several."""
     several = len({(one.owner, one.seated) for one in advice}) > 1
     is_mixed = len({one.seated for one in advice}) > 1
 

@@ -1,6 +1,6 @@
-"""A report as one HTML page without scripts, and its parts for the hub's pages: sums, bars of days and costs, tables.
+"""A report as one HTML page without scripts, and its parts for the hub's pages: sums, bars of days and costs, and tables.
 
-The templates are in `fractional_gpu.pages`. Everything drawn is also text.
+The templates are in `fractional_gpu.pages`. Everything drawn is also available as text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -65,8 +65,8 @@ def page(
 ) -> str:
     """Return the page. The report must be by day, user, group, pool and `by`.
 
-    `made_by`: the command and its version. `whole`: the report covers whole devices, so their rest is free. `zone`: its time zone
-    (None: the machine's).
+    `made_by` is the command and its version. `whole` means that the report covers whole devices, so that their rest is free. `zone` is the
+    report's time zone, and None is the machine's.
     """
     title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
     return render(
@@ -78,7 +78,7 @@ def page(
 def body(
     report: UsageReport, by: Sequence[str], *, whole: bool = True, others: Mapping[str, UsageReport] | None = None
 ) -> str:
-    """Return the page's parts, from sums to the legend of figures. `others`: further reports by user, with headings."""
+    """Return the parts of the page, from the sums to the legend. `others` has further reports by user, with their headings."""
     days = day_bars(report, whole=whole)
     leases = of_leases(report.entries)
     several = [
@@ -149,7 +149,7 @@ def _tables(report: UsageReport, by: Sequence[str]) -> list[tuple[str, Table]]:
 
 
 def bars(report: UsageReport, column: str) -> list[Bars]:
-    """Return the charges of each user, group and so on, largest first; without prices, the GPU hours charged."""
+    """Return the charges of each user, group and so on, largest first. Without prices, return the charged GPU hours."""
     entries = rolled_up(of_leases(report.entries), [column])
     name_of, title = names_of(report), TITLES.get(column, column)
     found = []
@@ -162,7 +162,7 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
         named = [
             (name_of(column, one), value(one) * 1000 // most if most else 0, value(one)) for one in mine[:MOST_BARS]
         ]
-        # The others are one line without a bar.
+        # The others share one line without a bar.
         named += [(f"{len(mine) - MOST_BARS} others", 0, value(one)) for one in rolled_up(mine[MOST_BARS:], [])]
         hours = decimals([amount for *_, amount in named], SHARE_HOUR, 2)
         rows = [
@@ -175,9 +175,9 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
 
 
 def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
-    """Return every day from the first with figures to the last, or every month if there are many days.
+    """Return every day from the first to the last day with figures, or every month if there are many days.
 
-    `whole`: the report covers whole devices and all users, so their rest is free.
+    `whole` means that the report covers whole devices and all users, so that the rest of the devices is free.
     """
     used = sorted({one.of["day"] for one in rolled_up(report.entries, ["day"])})
     if not used:

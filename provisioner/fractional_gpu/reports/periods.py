@@ -1,7 +1,7 @@
-"""A report's period: `this-month`, `7d`, `2026-11-24` and the like, as seconds since 1970.
+"""The period of a report, such as `this-month`, `7d` or `2026-11-24`, in seconds since 1970.
 
-A word or date stands for its first moment as a beginning, and for its last as an end, so `yesterday` to `yesterday` is all of yesterday.
-Figures are hourly, so a beginning is rounded down to the hour.
+As a beginning, a word or a date stands for its first moment. As an end, it stands for its last moment, so `yesterday` to `yesterday` is all
+of yesterday. Figures are hourly, so a beginning is rounded down to the hour.
 """
 
 import re
@@ -16,11 +16,14 @@ ALLOWED: Final = f"expected {', '.join(WORDS)}, a duration such as 7d or 12h, or
 _DURATION: Final = re.compile(r"\d{1,7}(?:\.\d{1,3})?(?:m|h|d)", re.ASCII | re.IGNORECASE)
 _SHOWN: Final = 60
 _DAY: Final = timedelta(days=1)
-_LONGEST_DATE: Final = 10  # characters: more are a time
+_LONGEST_DATE: Final = 10  # characters; a longer text is a time
 
 
 def period(since: str, until: str | None, now_s: int, zone: tzinfo | None = None) -> tuple[int, int]:
-    """Return the beginning and exclusive end, in seconds since 1970. No `until`: now. No zone: the machine's. Raises ValueError."""
+    """Return the beginning and the exclusive end, in seconds since 1970.
+
+    If `until` is None, the period ends now. If `zone` is None, it is the machine's time zone. Raises ValueError.
+    """
     begin_s = _moment("--since", since, now_s, zone, end=False)
     end_s = max(now_s, begin_s + 1) if until is None else _moment("--until", until, now_s, zone, end=True)
     if end_s <= begin_s:
@@ -40,7 +43,7 @@ def bounds(text: str, zone: tzinfo | None = None) -> tuple[int, int]:
         begin_s = int(datetime.strptime(text, "%Y-%m-%dT%H:%M%z").timestamp())
         return begin_s, begin_s + 3600
     if text.count("-") == 1:
-        first = datetime.strptime(text, "%Y-%m")  # noqa: DTZ007 - local time, made so below
+        first = datetime.strptime(text, "%Y-%m")  # noqa: DTZ007 - converted to local time below
         return _seconds(first, zone), _seconds(_next_month(first), zone)
     day = datetime.strptime(text, "%Y-%m-%d")  # noqa: DTZ007 - as above
     return _seconds(day, zone), _seconds(day + _DAY, zone)

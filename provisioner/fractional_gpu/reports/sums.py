@@ -1,7 +1,7 @@
-"""Sums what leases used by the requested columns, for the broker's ledger and for files of rows alike.
+"""Sums what leases used by the requested columns, both for the broker's ledger and for files of rows.
 
-Entries have an `account`, though no request names it, to keep a hub user and a machine user with the same name apart. All figures are
-integers, so summing a finer report's entries (`rolled_up`) gives the coarser report exactly.
+Entries have an `account` even if it was not requested, to keep apart a hub user and a machine user of the same name. All figures are
+integers, so summing the entries of a finer report (`rolled_up`) gives exactly the coarser report.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,16 +15,22 @@ from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.periods import bounds
 
 CarbonOf = Callable[[int, int], int]
-"""Returns the milligrams of CO2 for energy (mJ) drawn in an hour (its beginning, seconds since 1970)."""
+"""Returns the milligrams of CO2 for an energy in mJ and the hour in which it was drawn.
+
+The hour is given by its beginning in seconds since 1970.
+"""
 ACCOUNT: Final = "account"
 TIMES: Final = ("hour", "day", "month")
 _SHAPES: Final = {"hour": "%Y-%m-%dT%H:%M%z", "day": "%Y-%m-%d", "month": "%Y-%m"}
 _figures_of = attrgetter(*FIGURES)
-_LENGTHS: Final = {"day": 10, "month": 7}  # characters of a longer time that say the day, the month
+_LENGTHS: Final = {"day": 10, "month": 7}  # how many characters of a time are the day or the month
 
 
 def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
-    """Format an hour, or its day or month: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`. No zone: the machine's."""
+    """Format an hour, its day or its month, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`.
+
+    If `zone` is None, use the machine's time zone.
+    """
     at = datetime.fromtimestamp(hour_s, UTC).astimezone(zone)
     return at.strftime(_SHAPES[name])
 
@@ -45,7 +51,7 @@ def summed(
 ) -> list[UsageEntry]:
     """Return the sums by `by` and currency, sorted. Rows have `columns_for(by)`, `currency`, and `hour` for times."""
     named = with_account(by)
-    text = lru_cache(maxsize=None)(time_text)  # rows are many, and hours few
+    text = lru_cache(maxsize=None)(time_text)  # there are many rows, but few hours
 
     def parts() -> Iterator[tuple[tuple[str, ...], str, Usage, int]]:
         for key, usage in rows:
@@ -79,7 +85,10 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 
 
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
-    """Return sums of a finer report's entries. Days come from hours, months from either. Raises KeyError for a coarser report."""
+    """Return the sums of a finer report's entries. Days can be summed from hours, and months from either.
+
+    Raises KeyError if the report is coarser.
+    """
     named = with_account(by)
     return _added_up(
         named,
@@ -91,7 +100,10 @@ def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEnt
 
 
 def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
-    """Return the begin and end of the entries' days and months, seconds since 1970, in the broker's zone (None: the machine's)."""
+    """Return the beginning and the end of each day and month in the entries, in seconds since 1970.
+
+    They are in the broker's time zone, which is the machine's if `zone` is None.
+    """
     texts = {text for one in entries if (text := next((one.of[name] for name in TIMES if name in one.of), ""))}
     named = {text[:length] for text in texts for length in _LENGTHS.values() if len(text) >= length}
     return {one: bounds(one, zone) for one in sorted(named)}
@@ -112,7 +124,7 @@ def _value(of: Mapping[str, str], name: str) -> str:
 
 
 def _added_up(by: Sequence[str], parts: Iterable[tuple[tuple[str, ...], str, Usage, int]]) -> list[UsageEntry]:
-    """Add up figures by values of `by` and currency, and return sorted entries. A part's last item is its carbon in mg."""
+    """Add up figures by the values of `by` and by currency, and return sorted entries. The last item of a part is its CO2 in mg."""
     sums: dict[tuple[str, ...], list[int]] = {}
     for values, currency, usage, carbon_mg in parts:
         more = (*_figures_of(usage), carbon_mg)
