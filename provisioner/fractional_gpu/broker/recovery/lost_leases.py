@@ -1,9 +1,9 @@
-"""Living kernels whose leases the ledger lacks, because it was deleted, moved or replaced by an older copy.
+"""Finds living kernels whose leases are not in the ledger, because it was deleted, moved or replaced by an older copy.
 
-Each kernel has its lease's id and its broker's socket in its environment, and a second record may be in a file (`lease_files`). The ledger
-wins. A record counts if its process lives, belongs to the named user, and carries the lease; without one the kernel is only listed, and
-`jupyter gpu rescue` writes its record. A process writes its environment, command line and connection file itself, so they decide nothing
-about sizes, priorities or other users.
+Each kernel has its lease's id and its broker's socket in its environment, and a file may hold a second record (`lease_files`). If the
+ledger has the lease, the ledger's record counts. A second record counts if its process lives, belongs to the named user, and has the
+lease's id in its environment. A kernel without a record is only listed, and `jupyter gpu rescue` writes its record. A process writes its
+environment, command line and connection file itself. These are therefore not trusted for sizes, priorities or other users.
 """
 
 import json
@@ -37,7 +37,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import COMMAND
 
 UNKNOWN_CONNECTION: Final = "{}"
-"""The connection of a kernel whose connection file is gone: the broker cannot listen to it, so it counts as busy."""
+"""The connection of a kernel whose connection file is gone. The broker cannot listen to the kernel, so it counts as busy."""
 
 _SOCKET_VARIABLE: Final = "JUPYTER_GPU_SOCKET"
 KIND_VARIABLE: Final = "JUPYTER_GPU_KIND"
@@ -48,7 +48,7 @@ _LEASE_ID: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carrier:
-    """The oldest process of a user that carries a lease's id, presumably the root of its kernel's tree."""
+    """The oldest process of a user that carries a lease's id. It is presumably the root of the kernel's process tree."""
 
     lease_id: str
     uid: int
@@ -57,13 +57,13 @@ class Carrier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The parsed command line of a process. `connection`: a connection file's JSON, checked, or UNKNOWN_CONNECTION."""
+    """The parsed command line of a process. `connection` is the checked JSON of a connection file, or UNKNOWN_CONNECTION."""
 
     connection: str = UNKNOWN_CONNECTION
     kernel_id: str = ""
-    is_kernel: bool = False  # it names a connection file
+    is_kernel: bool = False  # whether it names a connection file
     ipykernel: bool = False
-    gated: bool = False  # our extension is to load
+    gated: bool = False  # whether it loads our extension
     label: str = ""
 
 
@@ -117,7 +117,7 @@ def command_of(one: Carrier) -> Command:
     except OSError:
         return Command()
     if kind == COMMAND:
-        # Whether it serves is unknown: idle ones must not stay forever.
+        # It is unknown whether the command serves clients. If it does and is idle, it must not stay on the device forever.
         connection = command_connection(served=True)
         return Command(connection=connection, is_kernel=True, label=printable(PurePath(words[0]).name)[:MAX_NAME])
     paths = [path for word in words if (path := word.rpartition("=")[2]).endswith(".json")]
@@ -134,7 +134,7 @@ def command_of(one: Carrier) -> Command:
 
 
 def _connection(path: str, uid: int, pid: int) -> str:
-    """Return the file's text if it is the user's own connection file, else ""."""
+    """Return the file's text if it is the user's own connection file, and otherwise ""."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def _connection(path: str, uid: int, pid: int) -> str:
 
 
 def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection[str]) -> dict[str, ProcessIdentity]:
-    """Return this socket's living kernels that are neither in the ledger nor in `known`. Blocks. Raises OSError, LedgerError."""
+    """Return this socket's living kernels that are neither in the ledger nor in `known`. Blocks. Raises OSError or LedgerError."""
     return {
         one.lease_id: one.identity
         for one in carriers(uid, socket)
@@ -187,7 +187,7 @@ def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
 
 
 def take_records(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
-    """Return the `living_records` and remove the files of ended leases. Blocks. Raises LedgerError."""
+    """Return the `living_records`, and remove the files of ended leases. Blocks. Raises LedgerError."""
     found = living_records(folder, ledger)
     kept = {record.spec.lease_id for record in (*found, *ledger.live_leases())}
     for record in read_lease_files(folder):

@@ -1,7 +1,7 @@
-"""Recovery at a broker's start: find out what happened to the previous broker's leases.
+"""Recovery at a broker's start: finds out what happened to the previous broker's leases.
 
-Nothing is replayed. For each lease in the ledger, /proc says whether its process lives and the driver its state. Half-done work is
-finished or undone, whichever is safe, and a lease in an unknown state is quarantined.
+Nothing is replayed. For each lease in the ledger, /proc shows whether its process lives, and the driver reports the state of the process.
+Half-done work is finished or undone, whichever is safe. A lease in an unknown state is quarantined.
 """
 
 import logging
@@ -37,38 +37,38 @@ _HOMELESS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FoundLease:
     record: LeaseRecord
-    left: list[Survivor]  # processes with device memory of a kernel that has ended
-    truth: Truth | None  # None: unknown
+    left: list[Survivor]  # processes with device memory that an ended kernel left behind
+    truth: Truth | None  # None if unknown
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Bring live and `lost` leases back into the arbiter in their real state. It must know pools and devices already."""
+    """Bring live and `lost` leases back into the arbiter in their real state. The arbiter must already know pools and devices."""
     begun_s = time.monotonic()
     records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
-    host = None  # one snapshot for all leases; without it each takes its own, and may be unknown
+    host = None  # one snapshot for all leases; without it each lease takes its own, which may fail
     try:
         host = await swaps.inspector.take()
     except GPUError as error:
         log.warning("the devices are not responding: %s", error)
     found = [await _examine(broker, swaps, record, host) for record in records]
-    # Only now, and all at once: an arbiter that knows of only some leases would give the room of the others away.
+    # Introduce all leases at once and only now. An arbiter that knew of only some leases would give away the room of the others.
     for one in found:
         _introduce(broker, one)
     log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
 
 
 async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: HostSnapshot | None) -> _FoundLease:
-    """Find out the lease's state. Half-done work is finished or undone, whichever is safe (`swap.truth`)."""
+    """Find out the lease's state. Half-done work is finished or undone, whichever is safe (`Swaps.truth`)."""
     kernel = broker.kernels[record.spec.lease_id]
-    if kernel.launch.claim:  # it has no process
+    if kernel.launch.claim:  # a claim has no process
         state = record.state if record.state is LeaseState.RESIDENT else LeaseState.UNATTACHED
         return _FoundLease(record=record, left=[], truth=Truth(state=state, device_id=record.device_id))
     left = await _find_left(broker, kernel, record, host)
     kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and record.state in _IN_A_SWAP
     if kernel.checkpoint.needs_driver and kernel.identity is not None:
-        # While the driver cannot be asked, use the devices' counters instead. They count a locked process or a
-        # half-saved tree as running: marked resident, it would stay locked for good. A lease found in a swap waits for the driver.
+        # If the driver cannot be asked, the devices' counters are used instead. They count a locked process or a half-saved tree as
+        # running. If such a lease were marked resident, it would stay locked for good, so a lease found in a swap waits for the driver.
         truth = None
     else:
         truth = await swaps.truth(kernel, record.device_id, record.saved_mib, host)
@@ -91,14 +91,14 @@ def _introduce(broker: Broker, found: _FoundLease) -> None:
             generation=record.generation + 1,
             device_id=device_id,
             saved_mib=saved_mib,
-            busy=identity is not None,  # its messages have not been heard yet: doubt counts as busy
+            busy=identity is not None,  # its messages have not been heard yet, and doubt counts as busy
             device_ids=next((known for known in (record.device_ids, record.home_ids) if known[:1] == (device_id,)), ()),
             sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
             pinned_until_ms=now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
         )
     )
     if kernel.launch.claim:
-        if broker.kernels.get(kernel.lease_id) is kernel:  # its time is not over
+        if broker.kernels.get(kernel.lease_id) is kernel:  # the claim's time is not over
             broker.watch_holder(kernel)
     elif found.left and state is not LeaseState.UNATTACHED:
         if not broker.survivors.keep(kernel, found.left):
@@ -113,7 +113,7 @@ def _introduce(broker: Broker, found: _FoundLease) -> None:
 
 
 async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: HostSnapshot | None) -> list[Survivor]:
-    """Return the processes with device memory that an ended kernel left. The first becomes `kernel.identity`."""
+    """Return the processes with device memory that an ended kernel left behind. The first becomes `kernel.identity`."""
     if kernel.identity is not None or record.state not in _WITH_MEMORY or host is None:
         return []
     kernel.ending.root = root = record.identity
@@ -127,12 +127,12 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
 
 
 def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-    """Watch the found process, even if its messages cannot be heard. If it is gone, the kernel ended."""
+    """Watch the found process, even if its messages cannot be heard. If the process is gone, the kernel has ended."""
     try:
         try:
             broker.follow(kernel, identity, connection)
         except (ValueError, zmq.ZMQError) as error:
-            # This broker refuses the connection, or there is no socket left.
+            # This broker refuses the connection, or its socket is gone.
             log.warning("lease %s: cannot listen to its kernel, which counts as busy: %s", kernel.lease_id[:8], error)
             kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
             kernel.connection = connection
@@ -161,10 +161,10 @@ def kernel_of(record: LeaseRecord) -> Kernel:
 
 def _believe(record: LeaseRecord, truth: Truth | None) -> tuple[LeaseState, str | None, int]:
     if truth is None or truth.state is LeaseState.QUARANTINED:
-        # The ledger gets every reservation before a kernel uses it: a reservation that is not there does not exist.
+        # The ledger gets every reservation before a kernel uses it, so a reservation that is not in the ledger does not exist.
         return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, record.saved_mib
     if truth.state is LeaseState.NO_CONTEXT and record.state in HOLDING and record.device_id is not None:
-        # It had a reservation and its gate may be open: it may create a context at any moment, so the reservation stays.
+        # The kernel had a reservation, and its gate may be open. The reservation stays, as the kernel may create a context at any moment.
         return LeaseState.RESIDENT, record.device_id, 0
     if truth.state is LeaseState.RESIDENT:
         device_id = truth.device_id or record.device_id

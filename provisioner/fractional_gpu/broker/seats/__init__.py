@@ -1,1 +1,1 @@
-"""Seats, the entitlements of a hub's servers: how they are given, used and revoked."""
+"""Seats, the entitlements of a hub's servers, and how they are granted, used and revoked."""

@@ -1,7 +1,8 @@
-"""A host's remaining capacity (`GET /v1/capacity`), for node agents of Slurm and Kubernetes, and for people.
+"""A host's remaining capacity (`GET /v1/capacity`), for the node agents of Slurm and Kubernetes, and for people.
 
-For each fraction on offer, the forecast that places seats (`core.seat_packing`) says how many more seats each device can take from users of
-unknown habits within the pool's `wait_bound`. The smallest answer counts, so that an engine may hand out any of the sizes on offer.
+For each fraction on offer, the forecast that places seats (`core.seat_packing`) estimates how many more seats each device can take. It
+assumes users with unknown habits, and respects the pool's `wait_bound`. The smallest estimate counts, so that an engine may grant any of
+the sizes on offer.
 """
 
 from collections.abc import Sequence
@@ -29,22 +30,22 @@ from fractional_gpu.host.memory import machine_total_mib
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.nodes import Capacity, PoolCapacity
 
-_MOST_ON_A_DEVICE_MILLI = 16_000  # the most thousandths counted on one device
+_MOST_ON_A_DEVICE_MILLI = 16_000  # the largest sum of fractions counted on one device
 _HALF_MILLI, _MOST_CELLS_MILLI = 500, 950
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
-    """The input of a pool's forecast: plain data, so that a thread can compute it."""
+    """The input of a pool's forecast. It is plain data, so that a thread can compute the forecast."""
 
     spec: PoolSpec
     hub: Pool
     places: list[SeatDevice]
-    loads: dict[int, SeatLoad]  # a seat's, by fraction on offer
+    loads: dict[int, SeatLoad]  # by fraction on offer: the load of a seat
     usual_milli: int
     held_milli: int
     waiting: int
-    promised_left_mib: int | None  # None: no limit
+    promised_left_mib: int | None  # None if there is no limit
     memory_mib: dict[int, int]
 
 
@@ -55,7 +56,10 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return the host's capacity beyond these seats. The forecast runs in a thread, which cancellation does not stop."""
+        """Return the host's remaining capacity in addition to these seats.
+
+        The forecast runs in a thread, which cancellation does not stop.
+        """
         broker, arbiter = self._broker, self._broker.arbiter
         pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
         left_mib = max(0, arbiter.host_left_mib)
@@ -114,7 +118,7 @@ class HostCapacity:
 
 
 def _capacity(pool: _Pool) -> PoolCapacity:
-    """Return one pool's forecast. Pure; takes up to some tenths of a second on a host of unlike devices."""
+    """Return one pool's forecast. This is a pure function. It takes up to some tenths of a second on a host with different devices."""
     counts = {milli: _count(pool, milli, load) for milli, load in pool.loads.items()}
     waiting_millionths = _waiting_millionths(pool)
     return PoolCapacity(
@@ -135,7 +139,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
 
 
 def _waiting_millionths(pool: _Pool) -> int:
-    """Return the chance (millionths) that a cell finds no room on the device of one more usual seat."""
+    """Return the chance, in millionths, that a cell of one more seat of the usual size finds no room on its device."""
     load = pool.loads.get(pool.usual_milli)
     if load is None:
         return 1_000_000

@@ -1,8 +1,8 @@
 """Limits kernels to their server's seat, and records users' daily use of a pool.
 
-A request names a seat and shows its token, except for a pod's seat, whose kernels are known by their control group. A kernel gets owner,
-group, priority and weight from its seat, whatever it requests. All kernels of a seat share
-its fraction, memory and number of kernels.
+A request names a seat and presents its token. Kernels of a pod's seat need no token, because their control group identifies them. A kernel
+gets its owner, group, priority and weight from its seat, whatever it requests. All kernels of a seat share the seat's fraction, memory and
+number of kernels.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class SeatDraws:
-    """Checks leases against the `seats`, a live mapping by id. If `required`, no kernel starts without a seat."""
+    """Checks leases against `seats`, which maps ids to the current seats. If `required` is set, no kernel starts without a seat."""
 
     def __init__(
         self, broker: Broker, seats: Mapping[str, SeatRecord], workloads: Workloads, *, required: bool
@@ -40,7 +40,7 @@ class SeatDraws:
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
-        """Return the lease with its seat's terms, or unchanged if it needs no seat. Raises and logs refusals."""
+        """Return the lease with its seat's terms, or unchanged if it needs no seat. Logs refusals and raises them as errors."""
         try:
             return self._apply_terms(peer, request, spec)
         except (ForbiddenError, UnauthorizedError, NoRoomError) as error:
@@ -144,11 +144,11 @@ class SeatDraws:
         return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
 
     def predates(self, kernel: Kernel, view: LeaseView) -> bool:
-        """Return whether a server before the seat's present one started the kernel."""
+        """Return whether an earlier server than the one that now holds the seat started the kernel."""
         return view.revoked or (kernel.taken_over and view.spec.seat in self._seats)
 
     def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:
-        """Return the leases taken over from an earlier server, which the present server does not list."""
+        """Return the leases that the seat took over from an earlier server, which the current server does not list."""
         return [
             kernel.lease_id
             for kernel, view in self._broker.views()
@@ -172,7 +172,7 @@ class SeatDraws:
 
 
 _EVERY_S = 2.0
-_LONGEST_STEP_MS = 10_000  # more means that the machine slept
+_LONGEST_STEP_MS = 10_000  # a longer step means that the machine slept
 _WRITE_EVERY_MS = 60_000
 _DAY_MS = 86_400_000
 
@@ -180,7 +180,8 @@ _DAY_MS = 86_400_000
 class UsageRecorder:
     """Samples each user's use of each pool, sums it by day, and passes it to the forecasts.
 
-    A user with a kernel in a pool is live there, and busy while one is busy on a device. Memory is the sum over busy kernels.
+    A user with a kernel in a pool is live there, and is busy while at least one kernel is busy on a device. Memory is the sum over busy
+    kernels.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Forecasts of pools' load, used to place seats and shown to users who choose a pool and a fraction.
+"""Forecasts the load of pools. The forecasts place seats, and are shown to users who choose a pool and a fraction.
 
-They are learned per user and pool from the ledger's last four weeks. The wait for a full pool depends on how long its last seats lasted.
+They are learned for each user and pool from the last four weeks in the ledger. The forecast wait for a full pool depends on how long the
+pool's last seats lasted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,9 +44,9 @@ from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, P
 
 HISTORY_DAYS = 28
 LAST_SEATS = 200  # per pool, to estimate the wait for a seat
-# Assumed until a seat has ended: a short look, an afternoon, a day.
+# Assumed until the first seat has ended: half an hour, two hours and eight hours.
 _FIRST_SEATS_MS = (30 * 60_000, 2 * 3_600_000, 8 * 3_600_000)
-ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # choices in a pool of any fraction
+ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # choices in a pool that allows any fraction
 
 
 class PoolForecasts:
@@ -54,8 +55,8 @@ class PoolForecasts:
         self._settings = settings
         self.hubs = {pool.name: pool for pool in settings.pools}
         self._usage: dict[tuple[str, str], dict[int, UsageRecord]] = {}  # by owner and pool, then by day
-        self._sums: dict[tuple[str, str], UsageRecord] = {}  # of the days; computed when needed
-        self.lasted_ms: dict[str, list[int]] = {}  # by pool: the durations of past seats, the latest first
+        self._sums: dict[tuple[str, str], UsageRecord] = {}  # sums over the days, computed when needed
+        self.lasted_ms: dict[str, list[int]] = {}  # by pool: the durations of past seats, latest first
 
     def hub(self, pool: str) -> Pool:
         return self.hubs.get(pool) or Pool()
@@ -115,7 +116,7 @@ class PoolForecasts:
     ) -> PoolFull | str | None:
         """Return the device for one more seat in addition to `seats`, or why the pool is full.
 
-        A seat that its engine has admitted is never refused.
+        A seat that its engine has already admitted is never refused.
         """
         devices = self.usable_devices(pool)
         promised = guaranteed_full(
@@ -154,7 +155,7 @@ class PoolForecasts:
     def places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[SeatDevice]:
         loads: dict[str, list[SeatLoad]] = {device.device_id: [] for device in devices}
         for seat in seats:
-            # If a seat's device is gone, count it on the device with the fewest seats.
+            # If a seat's device is gone, count the seat on the device with the fewest seats.
             home = (
                 seat.device_id if seat.device_id in loads else min(loads, key=lambda one: len(loads[one]), default=None)
             )
@@ -185,7 +186,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the expected, shortest and longest wait until `position` of these seats end, at the pace of past ones."""
+        """Return the expected, shortest and longest wait until `position` of these seats end, judging by how long past seats lasted."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None
@@ -197,7 +198,7 @@ class PoolForecasts:
     def offers(
         self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
     ) -> Offers:
-        """Return what each pool offers this user. `kept`: pools that keep their room for a waiting request."""
+        """Return what each pool offers this user. `kept` contains the pools that keep their room for a waiting request."""
         found = []
         for name, pool in sorted(self._broker.arbiter.pools().items()):
             hub = self.hub(name)
@@ -262,7 +263,7 @@ class PoolForecasts:
         why_not = _over_limit(request, pool, hub, seats)
         free = not isinstance(where, PoolFull) and not kept and not why_not
         expected = None if free else self.expected(pool.name, waiting + 1, len(seats))
-        at_once_milli = 0  # of a thousand cells on the seat's device, how many would start without a wait
+        at_once_milli = 0  # of a thousand cells on the seat's device, how many would start without waiting
         if isinstance(where, str):
             places = self.places(pool, self.usable_devices(pool), seats)
             load = self.load(request.owner, pool, memory_mib)

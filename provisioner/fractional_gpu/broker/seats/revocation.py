@@ -1,10 +1,10 @@
-"""Revokes the leases of an ended seat, lets the same server's next seat take them over, and ends the rest.
+"""Revokes the leases of a seat that has ended. The same server's next seat may take them over; the rest are ended.
 
-- A revoked lease is suspended and counts against its user (`core.revoke`). Without a process it ends at once.
-- The next seat of the same user and server takes over the revoked leases that fit next to its other kernels.
-- If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended as by an eviction.
-- The ledger keeps the end and the owner of a seat while it has leases. A lease whose seat is neither live nor recorded
-  (the ledger was lost) is revoked from now on; any server of its user may take it over.
+- A revoked lease is suspended and counts against its user (`core.revoke`). A lease without a process ends at once.
+- The next seat of the same user and server takes over the revoked leases that fit in addition to its other kernels.
+- If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended as in an eviction.
+- The ledger keeps the owner and the end of a seat as long as it has leases. If a lease's seat is neither live nor recorded, because the
+  ledger was lost, the lease is revoked from now on. Any server of its user may take it over.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Revocations:
             self._end_processes(kernel.lease_id)
 
     def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
-        """Give a new seat its server's revoked leases, oldest first, if they fit (`check` raises otherwise)."""
+        """Give a new seat the revoked leases of its server that fit, oldest first. `check` raises an error if a lease does not fit."""
         for kernel, view in self._broker.views():
             ended = self._ended.get(view.spec.seat)
             if (
@@ -149,7 +149,7 @@ class Revocations:
         try:
             await end_tree(self._broker, kernel)
             await self._broker.survivors.release(kernel)
-        except ConflictError as error:  # the arbiter requests this again
+        except ConflictError as error:  # the arbiter will request this again
             log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The rules of seats and the keys of pools: which seats servers may have, and which kernels seats allow.
+"""The rules of seats and the keys of pools. The rules decide which seats servers may have, and which kernels seats allow.
 
-Errors say what was requested, what there is, and what to do.
+Errors say what was requested, what is available, and what to do.
 
-A refusal (a protocol error) concerns the request itself: another group's pool, closed, over a limit, larger than any device.
-Waiting does not help. `PoolFull` concerns existing seats: the request may wait until some end.
+A refusal (a protocol error) concerns the request itself: the pool belongs to another group, is closed, is over a limit, or has no device
+that is large enough. Waiting does not help. `PoolFull` concerns existing seats: the request may wait until some of them end.
 """
 
 import logging
@@ -63,7 +63,7 @@ def percent(milli: int) -> str:
 
 
 def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
-    """Return whether the request replaces the seat. Servers of the same name on two hubs are two servers."""
+    """Return whether the request replaces the seat. Servers with the same name on two hubs are two servers."""
     return (seat.hub, seat.owner, seat.server) == (request.hub, request.owner, request.server)
 
 
@@ -153,7 +153,10 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
 
 
 def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
-    """Return the group whose limits a seat counts against: `group`, which grants it, else the user's first group with limits."""
+    """Return the group whose limits a seat counts against.
+
+    This is `group`, which grants the seat, or otherwise the first of the user's groups that has limits.
+    """
     mine = set(groups)
     return group or next((name for name, _ in pool.group_limits if name in mine), "")
 
@@ -161,7 +164,7 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Check the user's and group's limits. The user's includes `revoked` leases. Raises NoRoomError."""
+    """Check the limits of the user, including `revoked` leases, and of the group. Raises NoRoomError."""
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
@@ -186,7 +189,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool cannot promise another `memory_mib`, or None. A pool never promises more than it can keep."""
+    """Return why the pool cannot promise another `memory_mib`, or None if it can. A pool never promises more than it can keep."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000
@@ -202,7 +205,10 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that `asked` fits in addition to `held`. `earlier`: an earlier server's leases. Raises ForbiddenError or NoRoomError."""
+    """Check that `asked` fits in addition to `held`. `earlier` lists leases of an earlier server.
+
+    Raises ForbiddenError or NoRoomError.
+    """
     has = f"this server has {format_fraction(seat.fraction_milli)} GPU with {format_memory(seat.memory_mib)} of pool {seat.pool!r}"
     if pool != seat.pool:
         raise ForbiddenError(
@@ -250,7 +256,7 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
 class PoolEditor:
     """Changes keys of `pools` until the broker restarts. `note` returns a pool's warning for administrators, or "".
 
-    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would now refuse them.
+    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would refuse them now.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
-"""Seats, the entitlements of a hub's servers: how a server waits for and gets one, and how seats end.
+"""Seats, the entitlements of a hub's servers: how a server waits for a seat and gets it, and how seats end.
 
-- A seat is in the ledger before the hub receives it, and expires unless the hub confirms that it saved it. A confirmed seat survives
-  restarts of hub and broker until it is ended; an ended one never returns. A server has one seat: taking another ends the older.
-- A pool is full by the forecast (`core.seat_packing`) or by what it may promise. As configured, requests then wait, first come, first
-  served within a priority, or are refused. A request that the pool could never serve is refused at once.
-- A request that fits passes earlier ones that do not. After `max_passed_over` times, the pool keeps its room for the passed
-  request, unless even the empty pool could not serve it.
+- A seat is in the ledger before the hub receives it. It expires unless the hub confirms that it has saved the seat. A confirmed seat
+  survives restarts of the hub and the broker until it is ended, and an ended seat never returns. A server has one seat, so taking another
+  ends the older seat.
+- A pool may be full because of the forecast (`core.seat_packing`) or of what it has promised. The configuration decides whether requests
+  are then refused or wait, first come, first served within a priority. A request that the pool could never serve is refused at once.
+- A request that fits passes earlier requests that do not. After `max_passed_over` times, the pool keeps its room for the passed request,
+  unless even the empty pool could not serve it.
 """
 
 import asyncio
@@ -68,7 +69,7 @@ _MOST_WAITING = 2000
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A request in its pool's queue, compared by identity. `seat` or `refused` is set when it leaves the queue."""
+    """A request in its pool's queue, which is compared by identity. When it leaves the queue, `seat` or `refused` is set."""
 
     request: SeatRequest
     group: str
@@ -77,11 +78,11 @@ class _Waiter:
     seat: SeatRecord | None = None  # reserved, and being written to the ledger ...
     written: asyncio.Future[None] | None = None  # ... until this future is done
     token: str = ""
-    given: bool = False  # the caller has received the seat
+    given: bool = False  # whether the caller has received the seat
     since_ms: int = field(default_factory=now_ms)
     passed_over: int = 0  # how many later requests got a seat first
-    forecast: tuple[Span, Span] | None = None  # of its wait, made at its start: computed, and as shown
-    refused: NoRoomError | None = None  # its owner or group reached a limit while it waited
+    forecast: tuple[Span, Span] | None = None  # the first forecast of its wait: as computed, and as shown
+    refused: NoRoomError | None = None  # set if its owner or group reached a limit while it waited
 
 
 class Seats:
@@ -193,7 +194,7 @@ class Seats:
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
     def _with_advice_and_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with advice from past use and the remaining budgets. If none is left, it says why not."""
+        """Return the offer with advice from past use and the remaining budgets. If a budget is used up, say why nothing is offered."""
         spec, hub = self._pool(offer.pool)
         terms = hub.terms(request.groups)
         group = counted_group(terms[0] if terms is not None else "", request.groups, spec)
@@ -206,7 +207,7 @@ class Seats:
         return structs.replace(offer, budget=left, why_not=why_not)
 
     async def take(self, request: SeatRequest) -> AsyncGenerator[SeatProgress, None]:
-        """Yield why the request waits, then `granted` or `refused`. Closing it withdraws the request. Raises BadRequestError."""
+        """Yield why the request waits, then `granted` or `refused`. Closing the generator withdraws the request. Raises BadRequestError."""
         pool, hub = self._pool(request.pool)
         check_request(request, pool)
         if len(self._seats) >= _MOST_SEATS or sum(map(len, self._waiting.values())) >= _MOST_WAITING:
@@ -236,11 +237,11 @@ class Seats:
         try:
             while True:
                 changed, last_look = self._changed, now_ms() >= deadline_ms
-                _, hub = self._pool(request.pool)  # in each turn: an administrator may change the pool
+                _, hub = self._pool(request.pool)  # in each turn, because an administrator may change the pool
                 full = None
                 if line[:1] == [waiter] or told is None or last_look or hub.when_full == "refuse":
-                    # Serve the line when a request arrives, since it may pass others, and before a refusal, since requests ahead
-                    # that can be served now do not justify refusing this one. In between, the first request serves the line for all.
+                    # Serve the queue when a request arrives, since it may pass others. Serve it also before a refusal, since requests ahead
+                    # that can be served now do not justify refusing this one. Otherwise the first request serves the queue for all.
                     full = self._serve(request.pool)
                 if waiter.seat is not None:
                     yield await self._hand_out(waiter, waiter.seat)
@@ -269,7 +270,7 @@ class Seats:
                 if progress != told:
                     yield progress
                     told = progress
-                # Memory and habits change without events: recheck after a while.
+                # Memory and habits change without events, so check again after a while.
                 await within(min(PULSE_S, (deadline_ms - now_ms()) / 1000), changed)
         finally:
             if waiter in line:
@@ -288,10 +289,11 @@ class Seats:
         return stated
 
     def _serve(self, pool_name: str) -> PoolFull | None:
-        """Reserve seats for the queued requests that fit; return why the first remaining one does not.
+        """Reserve seats for the queued requests that fit. Return why the first request that remains does not fit.
 
-        A served request leaves the queue before the first await, so that no other waits for its ledger write. The first request also leaves
-        if a limit refuses it. A later one stays: it may be below its limit when its turn comes.
+        A served request leaves the queue before the first await, so that no other request waits until it is written to the ledger. If a
+        limit refuses the first request, it leaves the queue, too. A later request stays, because it may be below its limit when its turn
+        comes.
         """
         pool, hub = self._pool(pool_name)
         line = self._waiting.get(pool_name, [])
@@ -328,10 +330,9 @@ class Seats:
     def _place(
         self, waiter: _Waiter, pool: PoolSpec, hub: Pool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
     ) -> PoolFull | str | None:
-        """Return the seat's device, or why it does not fit. Raises NoRoomError at a limit.
+        """Return the seat's device, or why the seat does not fit. Raises NoRoomError at a limit.
 
-        `unplaced`: earlier requests that do not fit, and why. A request that needs at least as much is refused without a
-        forecast.
+        `unplaced` lists earlier requests that do not fit, and why. A request that needs at least as much is refused without a forecast.
         """
         request = waiter.request
         others = self._others(request)
@@ -363,7 +364,7 @@ class Seats:
         return SeatProgress(kind=ProgressKind.REFUSED, reason=reason, sentence=sentence)
 
     def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
-        """Create the seat, so that no other request gets its room, and start writing it. The server's older seat ends."""
+        """Create the seat, so that no other request gets its room, and start to write it. The server's older seat ends."""
         request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
         waiter.seat = seat = SeatRecord(
@@ -394,7 +395,7 @@ class Seats:
         waiter.written = self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
 
     async def _hand_out(self, waiter: _Waiter, seat: SeatRecord) -> SeatProgress:
-        """Return the granted seat once the ledger has it. Raises LedgerError. If cancelled, the caller ends the seat."""
+        """Return the granted seat once it is in the ledger. Raises LedgerError. If cancelled, the caller ends the seat."""
         if waiter.written is not None:
             try:
                 await asyncio.shield(waiter.written)
@@ -430,18 +431,18 @@ class Seats:
         )
 
     async def confirm(self, seat_id: str) -> SeatStatus:
-        """Make a seat that the hub has saved permanent, and wait for the ledger. Raises NotFoundError, LedgerError."""
+        """Make a seat permanent that the hub has saved, and wait until the ledger has it. Raises NotFoundError or LedgerError."""
         seat = self._known(seat_id)
         if seat.expires_ms is not None:
             confirmed = structs.replace(seat, expires_ms=None)
             await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, confirmed))
-            # By now the seat may have ended, or its workload's group become known, which was written with the expiry.
+            # The seat may have ended by now. Or its workload's group may have become known, which was then written with the expiry.
             seat = structs.replace(self._known(seat_id), expires_ms=None)
             self._keep(seat)
         return self.status(seat)
 
     def _save_second_record(self, seat: SeatRecord) -> None:
-        """Write a confirmed seat's second record. For an unconfirmed seat the hub can ask again."""
+        """Write a confirmed seat's second record. An unconfirmed seat needs none, because the hub can request another."""
         if self._broker.records.files is not None and seat.expires_ms is None:
             self._broker.records.files.put(seat)
 
@@ -475,7 +476,7 @@ class Seats:
         ended_ms = wall_ms()
         self.forecasts.seat_ended(seat.pool, ended_ms - seat.created_ms)
         end = partial(self._broker.writer.ledger.end_seat, seat.seat_id, ended_ms, reason)
-        written = self._broker.writer.submit(end, again=True)  # else the next broker would restore it forever
+        written = self._broker.writer.submit(end, again=True)  # otherwise the next broker would restore it forever
         self.revocations.seat_ended(seat)
         self._notify()
         return written
@@ -524,7 +525,7 @@ class Seats:
 
 
 def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
-    """Return whether `other`, queued already, stays before a new request. Requests that an engine has admitted go first."""
+    """Return whether `other`, which is already queued, stays ahead of a new request. Requests that an engine has admitted go first."""
     if waiter.request.admitted or other.request.admitted:
         return other.request.admitted
     return other.terms.priority >= waiter.terms.priority

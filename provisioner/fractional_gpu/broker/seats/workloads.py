@@ -1,8 +1,9 @@
-"""The jobs and pods that seats belong to: which processes may use their seats, when these end, and whether saved state fits in memory.
+"""The jobs and pods that seats belong to. Decides which processes may use a seat, when it ends, and whether saved state fits in memory.
 
-- A process may use a workload's seat only from that workload's control group: a user's jobs share a uid, and read each other's files.
-- A seat ends when its workload's control group disappears, or the machine reboots. Before a job's first step there is
-  no group, so a group that never existed ends nothing: the engine's epilog or node agent releases such a seat.
+- A process may use a workload's seat only from that workload's control group, because a user's jobs share a uid and can read each other's
+  files.
+- A seat ends when its workload's control group disappears, or when the machine reboots. A job has no control group before its first step,
+  so a group that never existed ends nothing. The engine's epilog or node agent releases such a seat.
 """
 
 import asyncio
@@ -34,7 +35,10 @@ _EVERY_S: Final = 2.0
 
 
 class Workloads:
-    """The workloads of `seats` (live). `gone(seat)` ends a seat; `changed(seat)` saves one whose group became known. For the loop only."""
+    """The workloads of `seats`, which maps ids to the current seats. Used on the loop only.
+
+    `gone(seat)` ends a seat, and `changed(seat)` saves a seat whose group has become known.
+    """
 
     def __init__(
         self,
@@ -48,10 +52,10 @@ class Workloads:
         self._seats = seats
         self._gone = gone
         self._changed = changed
-        self._boot_id = boot_id()  # read once: later the broker may be out of descriptors
+        self._boot_id = boot_id()  # read now, because the broker may be out of descriptors later
         self._look_soon = asyncio.Event()
-        self.warnings: dict[str, str] = {}  # by seat: a sentence why its kernels may not be saved
-        self._examined: set[str] = set()  # seats whose memory limit was read
+        self.warnings: dict[str, str] = {}  # by seat: a sentence that explains why its kernels may not be saved
+        self._examined: set[str] = set()  # seats whose memory limit has been read
         broker.exit_followers.append(self._exited)
 
     def check(self, seat: SeatRecord, pid: int, what: str) -> None:
@@ -75,7 +79,7 @@ class Workloads:
             self._look_soon.set()
 
     def of_pod(self, pid: int) -> SeatRecord | None:
-        """Return the seat of the process's pod. The control group, which no process can change, serves as the token."""
+        """Return the seat of the process's pod. No process can change its control group, so the group serves as the token."""
         pods = {
             seat.workload.id: seat
             for seat in self._seats.values()
@@ -90,7 +94,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return a sentence about why the seat's kernels might not be suspended when idle, or ""."""
+        """Return a sentence that explains why the seat's kernels might not be suspended when idle, or ""."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)
@@ -119,7 +123,7 @@ class Workloads:
         seats = [seat for seat in self._seats.values() if seat.workload is not None]
         for seat, group, there in await asyncio.to_thread(_states, seats, self._boot_id) if seats else ():
             if self._seats.get(seat.seat_id) is not seat:
-                continue  # it changed or ended
+                continue  # the seat changed or ended
             if there is False:
                 self._gone(seat)
                 continue
@@ -169,7 +173,7 @@ def _group_of(workload: Workload) -> str:
 
 
 def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
-    """Return the warning, "" if there is none, or None while the group is unknown."""
+    """Return the warning, or "" if there is none, or None while the group is unknown."""
     try:
         group = _group_of(workload)
         return memory_warning(workload.engine, group, seat.memory_mib) if group else None

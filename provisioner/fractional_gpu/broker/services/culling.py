@@ -1,7 +1,7 @@
 """Ends kernels that have long been idle, or whose saved state fills the host memory, after a warning (`c.GPUBroker.cull_...`).
 
-While this is on, servers hide kernels that hold GPU state from idle cullers, which do not know what a kernel costs. A kernel that its user
-runs, resumes or pins after the warning is kept.
+While this is on, servers hide kernels that hold GPU state from idle cullers, which do not know what a kernel costs. A kernel is kept if its
+user runs, resumes or pins it after the warning.
 """
 
 import asyncio
@@ -25,7 +25,10 @@ End = Callable[[Kernel, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CullRule:
-    """`after_ms`: idle for so long (None: never); `above_percent`: of the host memory for saved state (100: never)."""
+    """When to end a kernel: after `after_ms` without use, or when saved state takes over `above_percent` of its host memory.
+
+    With `after_ms` None or `above_percent` 100, the condition never holds.
+    """
 
     after_ms: int | None
     above_percent: int
@@ -33,7 +36,7 @@ class CullRule:
 
 
 def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullRule) -> dict[str, str]:
-    """Return why each kernel is to be ended, by lease, the longest idle first."""
+    """Return by lease why each kernel is to be ended, the longest idle first."""
     found: dict[str, str] = {}
     holders = [view for view in views if view.state in (LeaseState.SUSPENDED, LeaseState.RESIDENT)]
     kept_mib = sum(view.saved_mib for view in holders)
@@ -54,7 +57,7 @@ def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullR
 
 
 class Culler:
-    """Applies the rule. `end` ends a kernel and its lease, and tells the next kernel why."""
+    """Applies the rule. `end` ends a kernel and its lease, and tells the kernel's successor why."""
 
     def __init__(self, broker: Broker, rule: CullRule, end: End) -> None:
         self._broker = broker
@@ -69,9 +72,9 @@ class Culler:
                 await asyncio.sleep(period_s)
 
     async def look(self) -> bool:
-        """Warn of the end of kernels. End the first whose warning is over, and return whether there was one.
+        """Warn of the end of kernels. End the first kernel whose warning is over, and return whether there was one.
 
-        Ending takes time, in which others may be used: they need another look. After a cancellation, signalled processes still end.
+        Ending takes time, in which other kernels may be used, so these need another look. If cancelled, signalled processes still end.
         """
         broker = self._broker
         views = [view for kernel, view in broker.views() if not kernel.busy and not kernel.launch.command]

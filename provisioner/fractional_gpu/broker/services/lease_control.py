@@ -1,4 +1,4 @@
-"""Pins, resizes and describes leases, and drains devices: each method does one route's work, with its checks."""
+"""Pins, resizes and describes leases, and drains devices. Each method does the work of one route, with its checks."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,15 +27,18 @@ log = logging.getLogger(__name__)
 _MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200
 _LONGEST_SIGN_MS = 600_000
-_SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the arbiter finds a rhythm itself
+_SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the arbiter detects a rhythm itself
 _POINTS = 1000
-_MOST_AGE_S = 1.0  # of the process list, so that questions can share one scan
+_MOST_AGE_S = 1.0  # of the process list, so that requests can share one scan
 LONGEST_DEADLINE_MS = 7 * 86_400_000
 """A device that goes away later than this is not drained yet."""
 
 
 async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:
-    """Drain a device, even across restarts. Raises LedgerError. If cancelled, the ledger may have it before the arbiter."""
+    """Drain a device, even across restarts. Raises LedgerError.
+
+    If cancelled, the ledger may record the drain before the arbiter knows about it.
+    """
     at_ms = now_ms()
     deadline_ms = 0 if deadline_in_ms is None else broker.deadlines.now_ms() + deadline_in_ms
     write = partial(broker.writer.ledger.set_drained, device_id, evict_busy=evict_busy, deadline_ms=deadline_ms)
@@ -57,7 +60,7 @@ async def end_drain(broker: Broker, device_id: str) -> None:
 class LeaseControl:
     def __init__(self, broker: Broker, check: Callable[[Kernel, int, int], None]) -> None:
         self._broker = broker
-        self._check = check  # raises if the kernel's seat has no room for the size
+        self._check = check  # raises an error if the kernel's seat has no room for the size
 
     async def pin(self, kernel: Kernel, request: PinRequest) -> LeaseStatus:
         if request.duration_ms < 1:
@@ -87,9 +90,9 @@ class LeaseControl:
         return full_lease_status(self._broker, kernel)
 
     async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
-        """Change the size, waiting for room to grow.
+        """Change the lease's size. If it grows, wait for room.
 
-        Raises ConflictError if it stays. If cancelled, it stays unless it has changed already.
+        Raises ConflictError if the size cannot change. If cancelled, the size stays unless it has already changed.
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
@@ -103,7 +106,7 @@ class LeaseControl:
             self._stay(kernel)
         mine = kernel.requests.resize = Request()
         own_size = kernel.requests.size_before_burst
-        if request.burst:  # first, so that the ledger never has the burst size alone
+        if request.burst:  # first, so that the ledger never contains only the burst size
             kernel.requests.size_before_burst = own_size or self._size_now(kernel)
         wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
         try:
@@ -191,7 +194,7 @@ class LeaseControl:
                 self._stay(kernel)
 
     def _stay(self, kernel: Kernel) -> None:
-        """Withdraw the waiting request by requesting the present size: the arbiter uses the newest request."""
+        """Withdraw the waiting request by requesting the current size, since the arbiter uses only the newest request."""
         kernel.requests.resize = None
         self._broker.dispatch(self._size_now(kernel))
         kernel.notify()
@@ -259,7 +262,7 @@ class LeaseControl:
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
-    """Return others' recent mean use of the first lease's only device, if known. `kernels` and ended processes do not count."""
+    """Return others' recent mean use of the first lease's only device, if known. `kernels` and ended processes are not counted."""
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:
         return None
@@ -275,14 +278,14 @@ async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: i
         for member in [kernel.identity, *members_of(kernel, kernel.identity, snapshot, roots)]
     }
     there = [one for one in use.processes if one.kind is not ProcessKind.GRAPHICS]
-    # MPS clients compute in the server's name: their use cannot be told apart.
+    # MPS clients compute under the server's pid, so their use cannot be told apart.
     if utilisation.by_pid is None or any(one.kind is ProcessKind.MPS for one in there):
         return None
     return sum(utilisation.by_pid.get(one.pid, 0) for one in there if one.pid not in ours)
 
 
 def _read(broker: Broker, device_id: str, since_us: int) -> tuple[DeviceUse, DeviceUtilisation, Snapshot] | None:
-    """Return None if the device cannot be read or reports nothing. Blocks."""
+    """Read the device's use. Return None if the device cannot be read or reports nothing. Blocks."""
     try:
         use, utilisation = broker.monitor.use(device_id), broker.monitor.utilisation(device_id, since_us)
     except GPUError as error:  # the memory sampler detects a lost device

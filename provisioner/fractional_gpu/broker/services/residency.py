@@ -1,7 +1,7 @@
 """Puts leases on a device or takes them off on request (acquire, suspend, resume, move), and ends all processes of a lease.
 
 `acquire` files a ticket and follows it until the grant, while the cell shows its user why it waits. A grant is sent only once the ledger
-has the reservation; otherwise the next broker could give the same memory to another kernel.
+has the reservation. Otherwise the next broker could give the same memory to another kernel.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, Progress
 from fractional_gpu.protocol.status import LeaseStatus
 
 _QUEUE_PAUSE_S = 0.1
-_LONGEST_LOOK_S = 30.0  # a waiting cell's status is refreshed this often
+_LONGEST_LOOK_S = 30.0  # a waiting cell's status is refreshed at least this often
 PATIENCE_S = 30.0
-_IDLE_PATIENCE_S = 10.0  # how long a requested suspend or move waits for the kernel to become and stay idle
+_IDLE_PATIENCE_S = 10.0  # how long a requested suspend or move waits for the kernel to become idle and stay so
 _AGAIN_S = 0.3
 _QUIET_S = 0.25
 _UNWRITTEN = Progress(
@@ -51,7 +51,10 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """Yield why the kernel waits, then `granted` or `refused`. Closing withdraws the ticket; with `hold`, it ends the use."""
+        """Yield why the kernel waits, then `granted` or `refused`.
+
+        Closing the generator withdraws the ticket. With `hold`, it also ends the use.
+        """
         broker = self._broker
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
         deadline_s = time.monotonic() + patience_s
@@ -62,9 +65,9 @@ class Residency:
             if not request.watch:
                 view = broker.arbiter.lease(kernel.lease_id)
                 if view is not None and not view.busy and kernel.busy:
-                    # Before the ticket is filed: busy kernels are no victims.
+                    # Mark the kernel as busy before the ticket is filed, because busy kernels are not chosen as victims.
                     broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
-                if kernel.launch.claim:  # it has no process that attaches
+                if kernel.launch.claim:  # no process attaches to a claim
                     broker.dispatch(Attached(at_ms=now_ms(), lease_id=kernel.lease_id, gated=True))
                 broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told_s = time.monotonic()
@@ -79,7 +82,7 @@ class Residency:
                 if progress is not None and progress.kind in ends:
                     return
                 await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
-                if not change.is_set():  # only the queue moved: do not wake a hundred cells at each step
+                if not change.is_set():  # only the queue moved, so do not wake a hundred cells at each step
                     await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
             kernel.requests.waiters -= not request.watch
@@ -88,7 +91,7 @@ class Residency:
             if kernel.launch.claim and not (granted or request.watch or broker.stopping):
                 await broker.survivors.release(kernel, "not-granted")
             elif kernel.requests.waiters == 0 and view is not None:
-                # Keep a ticket that the broker filed for a blocked kernel: another request needs it.
+                # Keep a ticket that the broker filed for a blocked kernel, because another request needs it.
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
                 if waits and not kernel.cell.ticket_by_broker:
                     interrupted = time.monotonic() < deadline_s
@@ -123,7 +126,7 @@ class Residency:
             )
         if self._broker.writer.trouble:  # grants and suspends wait for the ledger
             reason, sentence, expected = "ledger", self._broker.writer.trouble, None
-        # The restore runs and only needs time. The ledger gets the reservation before the grant, perhaps not yet.
+        # The restore is running and only needs time. The ledger gets the reservation before the grant, but perhaps does not have it yet.
         pool = self._broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
         overlap = pool is not None and pool.overlap_resume
         is_behind_busy = reason == "wait.busy-neighbour"
@@ -160,27 +163,27 @@ class Residency:
             await change.wait()
 
     async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
-        """Suspend the kernel, and wait for it. Raises ConflictError. Cancellation does not stop a suspend that has begun."""
+        """Suspend the kernel and wait for that. Raises ConflictError. Cancellation does not stop a suspend that has begun."""
         view = view_of(self._broker, kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return full_lease_status(self._broker, kernel)
         request, until_s = Request(), time.monotonic() + _IDLE_PATIENCE_S
-        kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
+        kernel.requests.suspend_waiters += 1  # an explicit request, which only a running cell prevents
         try:
             while True:
                 if view.state is LeaseState.RESIDENT:
                     await self._quiet(kernel, until_s)
-                    # It may have left the device in the meantime.
+                    # The kernel may have left the device in the meantime.
                     if view_of(self._broker, kernel).state is LeaseState.RESIDENT:
                         if request not in kernel.requests.suspends:
                             kernel.requests.suspends.append(request)
                         self._broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
-                # While the suspend waits for the swap channel, the lease stays resident, with the request pending.
+                # While the suspend waits for the swap channel, the lease stays resident with the request pending.
                 await kernel.until(lambda: request.declined is not None or self._settled(kernel))
                 view = view_of(self._broker, kernel)
                 if request.declined is not None or view.reason != "suspend.aborted" or time.monotonic() >= until_s:
                     break
-                await asyncio.sleep(_AGAIN_S)  # a message intervened, such as a debugger's request for variables
+                await asyncio.sleep(_AGAIN_S)  # a message came in between, such as a debugger's request for variables
         finally:
             kernel.requests.suspend_waiters -= 1
             if request in kernel.requests.suspends:
@@ -195,17 +198,20 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def resume(self, kernel: Kernel, *, if_blocked: bool = False) -> LeaseStatus:
-        """Return once it is resident. Raises ConflictError. Cancelling withdraws the ticket. `if_blocked`: only during a GPU call."""
+        """Bring the kernel back, and return once it is resident. Raises ConflictError. Cancellation withdraws the ticket.
+
+        With `if_blocked`, do so only while the kernel is blocked in a GPU call.
+        """
         view = view_of(self._broker, kernel)
         if if_blocked:
-            # It may be doing something that did not request the GPU.
+            # The kernel may be doing something that did not request the GPU.
             blocked = kernel.handles_message and not self._broker.arbiter.waits(kernel.lease_id)
             if view.state is LeaseState.SUSPENDED and blocked:
                 await self._resume_blocked(kernel)
             return full_lease_status(self._broker, kernel)
         if view.state is LeaseState.UNATTACHED:
             raise ConflictError("the lease has no running kernel to resume", reason="no-process")
-        if view.gate_closed:  # resident: its gate is closed only so that its next cell asks
+        if view.gate_closed:  # it is resident, and its gate is closed only so that its next cell asks
             return full_lease_status(self._broker, kernel)
         await self._acquired(kernel)
         return full_lease_status(self._broker, kernel)
@@ -226,7 +232,7 @@ class Residency:
 
     async def _acquired(self, kernel: Kernel) -> None:
         last = Progress(kind=ProgressKind.REFUSED)
-        # Something executes, but not at the gate: the kernel may be in a CUDA call, which ignores interrupts.
+        # The kernel executes something, but not at the gate. It may be in a CUDA call, which ignores interrupts.
         blocked = kernel.cell.executing_since_s is not None and kernel.requests.waiters == 0
         async with aclosing(self.acquire(kernel, AcquireRequest(), urgent=blocked)) as stream:
             async for progress in stream:
@@ -235,7 +241,7 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def _quiet(self, kernel: Kernel, until_s: float) -> None:
-        """Wait until the kernel is quiet for `_QUIET_S`: JupyterLab's debugger asks for the variables after each cell."""
+        """Wait until the kernel has been quiet for `_QUIET_S`. JupyterLab's debugger requests the variables after each cell."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._broker.sync_busy_state(kernel)
             await kernel.until(lambda: not kernel.busy, left_s)
@@ -245,8 +251,11 @@ class Residency:
             await kernel.until(lambda: kernel.busy, min(left_s, _QUIET_S - quiet_s))
 
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
-        """Return once the idle kernel is on the device (None: any other). Raises ConflictError. Cancelling never stops a begun move."""
-        kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
+        """Move the idle kernel to the device, or to any other if None, and return once it is there.
+
+        Raises ConflictError. Cancellation does not stop a move that has begun.
+        """
+        kernel.requests.suspend_waiters += 1  # an explicit request, which only a running cell prevents
         try:
             self._broker.sync_busy_state(kernel)
             await kernel.until(lambda: not kernel.busy, _IDLE_PATIENCE_S)
@@ -254,7 +263,7 @@ class Residency:
             await self._begin_move(kernel, device_id)
             why_not: tuple[str, str] | None = None
             while (view := view_of(self._broker, kernel)).state in _ON_THE_WAY:
-                if view.reason == "resume.not-started":  # it may return to its old device; this is the reason
+                if view.reason == "resume.not-started":  # it may return to its old device, and this is the reason
                     why_not = view.reason, view.sentence
                 await kernel.change().wait()
         finally:
@@ -266,7 +275,7 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def _begin_move(self, kernel: Kernel, device_id: str | None) -> None:
-        """Begin the move, waiting up to `PATIENCE_S` for another kernel's swap. Raises ConflictError."""
+        """Begin the move. Wait up to `PATIENCE_S` for another kernel's swap. Raises ConflictError."""
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             event = MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id)
@@ -276,7 +285,7 @@ class Residency:
             left_s = deadline_s - time.monotonic()
             if declined.reason != BUSY_CHANNEL or left_s <= 0:
                 raise ConflictError(declined.sentence, reason=declined.reason)
-            # Take the event after the request, which itself sets the earlier one.
+            # Take the event after the request, because the request itself sets the earlier event.
             await within(left_s, self._broker.anything_changed)
 
     def _settled(self, kernel: Kernel) -> bool:
@@ -285,9 +294,10 @@ class Residency:
 
 
 async def end_tree(broker: Broker, kernel: Kernel) -> None:
-    """End the kernel's process tree, rereading until it is empty. Raises ConflictError. If cancelled, signalled processes end.
+    """End the kernel's process tree, reading it again until it is empty. Raises ConflictError.
 
-    Processes are identified by start time and signalled by pidfd, so a reused pid is never hit.
+    Processes are identified by start time and signalled by pidfd, so a signal never hits a reused pid. If cancelled, signalled processes
+    still end.
     """
     root = kernel.identity
 
@@ -310,7 +320,7 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
-    """Return whether this progress differs enough from what the waiting cell already counts down to be sent."""
+    """Return whether this progress should be sent, because it differs enough from what the waiting cell already counts down to."""
     if told is None:
         return True
     for name in ("expected_ms", "turn_ms"):
@@ -323,7 +333,7 @@ def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
 
 
 def _look_again_s(told: Progress | None) -> float:
-    """Return when to check on a waiting cell without an event: at the expected end of its wait."""
+    """Return when to check on a waiting cell without an event, in seconds. This is the expected end of its wait."""
     if told is None or told.expected_ms is None:
         return _LONGEST_LOOK_S
     return min(_LONGEST_LOOK_S, max(1.0, told.expected_ms / 1000))

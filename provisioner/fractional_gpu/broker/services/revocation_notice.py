@@ -1,9 +1,10 @@
-"""Watches for a notice that this host goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
+"""Watches for a notice that this host will go away (`c.GPUBroker.revocation_notice`), in a file or at a cloud's metadata URL.
 
-On a notice, all devices are drained by its deadline, and users are told to save to disk: the host's memory is lost, too. If it disappears,
-the devices that were drained for it are undrained, even by a later broker. An unreadable source says nothing either way. A file's
-existence is the notice. For a URL, 404 means no notice (AWS), 200 a notice, unless the text is `FALSE` (Google) or JSON with an empty
-`Events` list (Azure). The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or `c.GPUBroker.revocation_deadline` from now.
+When there is a notice, all devices are drained by its deadline, and users are told to save to disk, because the host's memory will be lost,
+too. If the notice disappears, the devices that were drained for it are undrained, even by a later broker. If the source cannot be read,
+nothing changes. If the source is a file, its existence is the notice. If it is a URL, 404 means that there is no notice (AWS), and 200
+means that there is one, unless the text is `FALSE` (Google) or JSON with an empty `Events` list (Azure). The deadline is `time` (AWS), the
+earliest `NotBefore` (Azure), or `c.GPUBroker.revocation_deadline` from now.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
 _TIMEOUT_S = 1.5
 _MOST_BYTES = 65_536
-_KEPT = "revocation_notice"  # ledger key: the devices drained for a notice, and their earlier state
+_KEPT = "revocation_notice"  # ledger key for the devices drained for a notice, and their earlier state
 _MOVED_MS = 1_000  # smaller changes of a deadline are ignored
 _LEAVES = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})  # Azure's events after which the memory is lost
 _METADATA = {"Metadata-Flavor": "Google", "Metadata": "true"}
@@ -38,13 +39,13 @@ _AWS_PREFIX = "/latest/"
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """This host goes away. `deadline_ms`: when (wall-clock ms), if the notice says."""
+    """A notice that this host will go away. `deadline_ms` is the time in wall-clock ms, or None if the notice does not say."""
 
     deadline_ms: int | None = None
 
 
 class UnreadableNoticeError(Exception):
-    """The source does not say whether there is a notice. The message is a sentence."""
+    """The source does not show whether there is a notice. The message is a sentence."""
 
 
 def read_notice(source: Path | str) -> Notice | None:
@@ -70,13 +71,13 @@ def parse_notice(text: str) -> Notice | None:
 
 
 def _moment_ms(text: object) -> int | None:
-    """Parse an ISO 8601 time (AWS) or an HTTP date (Azure) as wall-clock ms; None for anything else."""
+    """Parse an ISO 8601 time (AWS) or an HTTP date (Azure) as wall-clock ms. Return None for anything else."""
     if not isinstance(text, str):
         return None
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             at = parse(text)
-        except (ValueError, OverflowError):  # OverflowError: a number out of any date's range
+        except (ValueError, OverflowError):  # OverflowError if a number is beyond any date's range
             continue
         return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
     return None
@@ -121,7 +122,10 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Tells users of the notice and, with `drains`, drains all devices. `default_ms`: the time left if it names none."""
+    """Tells users of the notice and, with `drains`, drains all devices.
+
+    `default_ms` is the time left if the notice names no deadline.
+    """
 
     def __init__(
         self,
@@ -137,13 +141,13 @@ class RevocationNotice:
         self._default_ms = default_ms
         self._drains = drains
         self._read = read
-        self._deadline_ms: int | None = None  # wall-clock ms, of the current notice
-        self._must_drain = False  # the devices are not drained yet
-        self._drained: dict[str, bool | None] | None = None  # as in the ledger; None: not read yet
+        self._deadline_ms: int | None = None  # of the current notice, wall-clock ms
+        self._must_drain = False  # whether devices still have to be drained
+        self._drained: dict[str, bool | None] | None = None  # as in the ledger; None if not read yet
         self._problem = ""
 
     async def run(self) -> None:
-        """Watch the source until cancelled. A look that cannot write the ledger is retried."""
+        """Watch the source until cancelled. If the ledger cannot be written, try again."""
         while True:
             try:
                 await self.look()
@@ -152,7 +156,7 @@ class RevocationNotice:
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
-        """Read the source once and act on it. Raises LedgerError. If cancelled, the next look or broker continues."""
+        """Read the source once and act on it. Raises LedgerError. If cancelled, the next look or the next broker continues."""
         try:
             notice = await asyncio.to_thread(self._read, self._source)
         except UnreadableNoticeError as error:
@@ -202,7 +206,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return each device drained for a notice, with its earlier `evict_busy`, or None if it was not drained before."""
+        """Return each device drained for a notice with its earlier `evict_busy`, or with None if it was not drained before."""
         if self._drained is None:
             text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
             try:
@@ -220,7 +224,7 @@ class RevocationNotice:
         broker = self._broker
         evicting = await broker.writer.read(broker.writer.ledger.drained)
         names = [view.device_id for view in broker.arbiter.devices() if view.device_id in broker.devices]
-        # Record first what to undo: a broker that dies in between then undrains too much rather than too little.
+        # First record what to undo. If the broker dies in between, the next one then undrains too many devices rather than too few.
         await self._remember({name: before.get(name, evicting.get(name)) for name in names})
         for name in names:
             await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)

@@ -152,22 +152,25 @@ def revoked_sentence(view: LeaseView) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """The caller of a status route: a uid (None: may see everything), or the holder of a seat's token, with the seat's owner."""
+    """The caller of a status route: a uid (None if it may see everything), or the holder of a seat's token, with the seat's owner."""
 
     uid: int | None = None
     seat: str | None = None
-    owner: str = ""  # "": the seat has ended
-    caller: int | None = None  # the uid that asks, whatever it may see
+    owner: str = ""  # "" if the seat has ended
+    caller: int | None = None  # the caller's uid, whatever the caller may see
 
     def sees(self, uid: int, view: LeaseView) -> bool:
         if self.seat is not None:
             own = bool(self.owner) and view.revoked and view.spec.owner == self.owner
             return view.spec.seat == self.seat or own
-        # For a seat's lease, the uid is not enough: containers share uids.
+        # The uid is not enough to see a seat's lease, because containers share uids.
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
     def shown(self, stranger: Stranger) -> Stranger:
-        """Show only the user's name and the memory of a process without a lease to everyone else and to seats, which share uids."""
+        """Return what the viewer may see of a process without a lease.
+
+        Other users, and seats, which share uids, see only the name of its user and its memory.
+        """
         own = stranger.uid is not None and stranger.uid == self.caller
         if self.seat is None and (own or self.uid is None):
             return structs.replace(stranger, own=own)
@@ -234,24 +237,25 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
     ]
 
 
-# `GET /v1/events`: sends subscribers the host's status, at once and after each change.
+# `GET /v1/events` sends subscribers the host's status, at once and after each change.
 #
-# - One task computes it for all, at most every `RATE_S` (less often if computing takes long). Slow subscribers get fewer, newer lines;
-#   lines are never queued.
-# - Ages and the remaining time of pins cause no line; the time left before a deadline causes one in coarse steps.
-# - Later lines have the devices and leases that changed, and always pinned leases and deadlines, because clients count
-#   down from when they receive them.
+# - One task computes the status for all subscribers, at most every `RATE_S`, and less often if this takes long. Slow subscribers get fewer
+#   but current lines, because lines are never queued.
+# - A change of an age, or of the remaining time of a pin, does not cause a line. The time left before a deadline causes lines in coarse
+#   steps.
+# - Later lines contain the devices and leases that changed. They always contain pinned leases and deadlines, because clients count down
+#   from the time at which they receive these.
 
 
 RATE_S = 0.2
-_SHARE = 20  # statuses take at most a twentieth of the broker's time, however many leases and subscribers it has
-_RUNNING = frozenset({"now_ms", "host_goes_away_in_ms"})  # fields that change with time alone
+_SHARE = 20  # statuses take at most a twentieth of the broker's time, however many leases and subscribers there are
+_RUNNING = frozenset({"now_ms", "host_goes_away_in_ms"})  # fields that change just because time passes
 _lasting_fields = attrgetter(*(name for name in LeaseStatus.__struct_fields__ if name not in _RUNNING))
 _MINUTE_S, _STEP_S = 60, 5
 
 
 def coarse_s(left_ms: int | None) -> int | None:
-    """Round the time before a deadline to minutes, or to 5 s in the last two minutes; 0: it has passed."""
+    """Round the time before a deadline to minutes, or to 5 s in the last two minutes. Return 0 if it has passed."""
     if left_ms is None:
         return None
     step_s = _MINUTE_S if left_ms > 2 * _MINUTE_MS else _STEP_S
@@ -291,15 +295,15 @@ class StatusStream:
         self._subscribers = 0
         self._sampling: asyncio.Task[None] | None = None
         self._latest: HostStatus | None = None
-        self._took_s = 0.0  # spent on the last edition, for all subscribers so far
-        self._lasting: _LastStatus | None = None  # of the latest
-        self._edition = 0  # how often `_lasting` changed
+        self._took_s = 0.0  # time spent on the last edition, for all subscribers so far
+        self._lasting: _LastStatus | None = None  # of the latest edition
+        self._edition = 0  # number of changes of `_lasting`
         self._changed = asyncio.Event()  # replaced with each edition
 
     async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
         """Yield the status that the viewer may see, then each change, and None after `PULSE_S` without a change.
 
-        The last subscriber to leave ends the sampling.
+        Sampling ends when the last subscriber leaves.
         """
         self._subscribers += 1
         if self._sampling is None:
@@ -338,9 +342,9 @@ class StatusStream:
                 self._changed.set()
                 self._changed = asyncio.Event()
             self._took_s = time.monotonic() - begun_s
-            await asyncio.sleep(RATE_S)  # let the subscribers get their lines
+            await asyncio.sleep(RATE_S)  # so that the subscribers get their lines
             await asyncio.sleep(max(0.0, _SHARE * self._took_s - RATE_S))
-            # Some changes come with time alone, such as a shrinking forecast: sample now and then without an event.
+            # Some values change just because time passes, such as a shrinking forecast, so sample from time to time without an event.
             ends = self._latest.goes_away_in_ms or any(device.goes_away_in_ms for device in self._latest.devices)
             await within(_STEP_S / 2 if ends else PULSE_S, changed)
 

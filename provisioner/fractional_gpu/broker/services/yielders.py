@@ -1,9 +1,10 @@
-"""Asks model servers to release GPU memory that a kernel waits for, and later wakes those that only sleep (`c.GPUBroker.yielders`).
+"""Asks model servers to release GPU memory that a kernel waits for. Later wakes servers that only sleep (`c.GPUBroker.yielders`).
 
-- A server is asked if one of its processes holds memory of the device, and if it is the waiting kernel's user's or `yield_for_everyone` is
-  set. Its owner is the user who opened the listening socket. A seat's kernels have no user here: containers share uids.
-- Servers are not trusted: answers are bounded in time and size, redirects are not followed, and no proxy is used. Memory is free when the
-  device says so.
+- A server is asked if one of its processes holds memory of the device. The server must also belong to the waiting kernel's user, or
+  `yield_for_everyone` must be set. Its owner is the user who opened the listening socket. A seat's kernels count as no user's here, because
+  containers share uids.
+- Servers are not trusted: answers are limited in time and size, redirects are not followed, and no proxy is used. Memory is free when the
+  device reports it.
 """
 
 import asyncio
@@ -27,17 +28,17 @@ from fractional_gpu.protocol.status import Stranger
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT_S = 2.0  # for all requests to a server at one time
+_TIMEOUT_S = 2.0  # for all requests that are sent to a server at once
 _MOST_BYTES, _MOST_MODELS = 65_536, 16
-_PAUSE_S, _PERIOD_S = 0.1, 1.0  # between two looks: at least, and at most
+_PAUSE_S, _PERIOD_S = 0.1, 1.0  # least and longest time between two looks
 _AGAIN_S = 10.0  # a server is asked at most this often
-_LOOKS = 6  # at the devices after an answer: servers free their memory a moment later
-_DEEPEST = 8  # generations from a process on a device to the server that started it
-# Addresses of sockets that answer for 127.0.0.1, as /proc/net writes them.
+_LOOKS = 6  # looks at the devices after an answer, since servers free their memory a moment later
+_DEEPEST = 8  # generations from a process on a device up to the server that started it
+# Addresses of sockets that accept connections to 127.0.0.1, as /proc/net writes them.
 _ADDRESSES = (b"0100007F", b"0" * 8, b"0" * 32, b"0000000000000000FFFF00000100007F")
 
 Refresh = Callable[[], Coroutine[None, None, None]]
-Held = dict[str, list[Stranger]]  # a server's processes on each device, and what they used at that time
+Held = dict[str, list[Stranger]]  # by device: a server's processes, and what they used at that time
 
 
 class _Model(Struct):
@@ -46,22 +47,22 @@ class _Model(Struct):
 
 
 class _Loaded(Struct):
-    """What is loaded: Ollama answers with `models`, vLLM with `is_sleeping`."""
+    """What a server has loaded. Ollama answers with `models`, and vLLM with `is_sleeping`."""
 
     models: list[_Model] = []
     is_sleeping: bool | None = None
 
 
 class Yielder:
-    """Asks `server`, for all users' kernels if `everyone`. `refresh` samples the devices."""
+    """Asks `server` for memory, for all users' kernels if `everyone` is set. `refresh` samples the devices."""
 
     def __init__(self, broker: Broker, server: ModelServer, *, everyone: bool, refresh: Refresh) -> None:
         self._broker, self._server, self._everyone, self._refresh = broker, server, everyone, refresh
-        self._next_s = 0.0  # when it may be asked again
-        self._asked = ""  # a sentence
-        self._uids: set[int] = set()  # its owners
-        self._held: Held = {}  # when it was asked
-        self._released: Held = {}  # what it had before its sleep
+        self._next_s = 0.0  # when the server may be asked again
+        self._asked = ""  # a sentence that says what it was asked to do
+        self._uids: set[int] = set()  # the server's owners
+        self._held: Held = {}  # what the server held when it was asked
+        self._released: Held = {}  # what the server held before its sleep
         broker.asked_servers.append(self.asked)
 
     async def run(self) -> None:
@@ -69,13 +70,13 @@ class Yielder:
             queue = self._broker.queue_changed
             try:
                 await self.look()
-            except (OSError, ValueError) as error:  # no descriptors, or /proc is unreadable
+            except (OSError, ValueError) as error:  # out of descriptors, or /proc is unreadable
                 log.error("cannot look for model servers: %s", error)  # noqa: TRY400 - the sentence says it
             await asyncio.sleep(_PAUSE_S)
             await within(_PERIOD_S, queue)
 
     async def look(self) -> None:
-        """Ask for memory for the kernels that wait now, or wake the server. A cancelled request may already have been sent."""
+        """Ask for memory for the kernels that wait now, or wake the server. If cancelled, a request may already have been sent."""
         if time.monotonic() >= self._next_s and any(
             self._broker.arbiter.stranger_devices(one) for one in self._broker.kernels
         ):
@@ -85,25 +86,25 @@ class Yielder:
             await self._wake()
 
     def asked(self, kernel: Kernel) -> str:
-        """Return what was asked for the waiting kernel, until the server has released most of it: a sentence, or nothing."""
+        """Return a sentence about what the server was asked for this waiting kernel, or "" once it has released most of that."""
         uses = {device_id: self._use(self._held, device_id) for device_id in self._held}
         there = {device_id for device_id, (before_mib, now_mib) in uses.items() if now_mib > before_mib / 2}
         return self._asked if self._may_ask(kernel, there) else ""
 
     def _use(self, held: Held, device_id: str) -> tuple[int, int]:
-        """Return what these processes used of the device, and what they use now, MiB."""
+        """Return what these processes used of the device when they were recorded, and what they use now, in MiB."""
         now_mib = {one.pid: one.used_mib for one in self._broker.enforcement.strangers.get(device_id, ())}
         return sum(one.used_mib for one in held[device_id]), sum(now_mib.get(one.pid, 0) for one in held[device_id])
 
     def _may_ask(self, kernel: Kernel, device_ids: Collection[str]) -> bool:
-        """Whether the kernel waits for memory of one of these devices, and its server may be asked for it."""
+        """Whether the kernel waits for memory of one of these devices, and the server may be asked for it."""
         arbiter = self._broker.arbiter
         view = arbiter.lease(kernel.lease_id)
         is_own = view is not None and not view.spec.seat and self._uids == {kernel.uid}
         return (self._everyone or is_own) and not set(device_ids).isdisjoint(arbiter.stranger_devices(kernel.lease_id))
 
     async def _ask(self) -> None:
-        """Ask the server if it may be asked for one of the kernels, tell them, and look for what it releases."""
+        """If the server may be asked for one of the kernels, ask it, tell the kernels' users, and look for what it releases."""
         server, strangers, self._asked = self._server, dict(self._broker.enforcement.strangers), ""
         self._uids, self._held = await asyncio.to_thread(_holdings, server, strangers)
         if not any(self._may_ask(kernel, self._held) for kernel in self._broker.kernels.values()):
@@ -132,7 +133,7 @@ class Yielder:
                 await self._refresh()
 
     async def _wake(self) -> None:
-        """Wake the server once no kernel waits for its devices, and what it released fits on them."""
+        """Wake the server once no kernel waits for its devices and what it released fits on them."""
         arbiter, server = self._broker.arbiter, self._server
         pools = {name for name, pool in arbiter.pools().items() if self._released.keys() & set(pool.devices)}
         if any(view.spec.pool in pools and arbiter.waits(view.spec.lease_id) for view in arbiter.leases()):
@@ -148,14 +149,17 @@ class Yielder:
                     await _fetch(server, server.wake, "")
                     log.info("woke %s", server.title)
         except TimeoutError:
-            return  # a later look asks again whether it sleeps
+            return  # a later look will check again whether it sleeps
         except ConnectionError as error:
             log.warning("cannot wake %s: it %s", server.title, error)
         self._released = {}
 
 
 async def _loaded(server: ModelServer) -> list[str]:
-    """Return the names of the loaded models, "" for all; none if it sleeps. Raises ConnectionError that says what went wrong."""
+    """Return the names of the loaded models, "" for all models, or nothing if the server sleeps.
+
+    Raises ConnectionError with a message that explains what went wrong.
+    """
     if not server.loaded:
         return [""]
     try:
@@ -166,7 +170,10 @@ async def _loaded(server: ModelServer) -> list[str]:
 
 
 async def _fetch(server: ModelServer, path: str, body: str | None = None) -> bytes:
-    """GET the path, or POST a body. Raises ConnectionError that says what went wrong. Once begun, a request ends only by its timeout."""
+    """GET the path, or POST a body. Once begun, a request ends only by its timeout.
+
+    Raises ConnectionError with a message that explains what went wrong.
+    """
     client = SimpleAsyncHTTPClient(force_instance=True, max_body_size=_MOST_BYTES)
     request = HTTPRequest(
         f"http://127.0.0.1:{server.port}{path}",
@@ -179,7 +186,7 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
     )
     try:
         response = await client.fetch(request, raise_error=False)
-    except Exception as error:  # what the server sends decides which one
+    except Exception as error:  # what the server sends decides which error this is
         raise ConnectionError(f"does not answer ({type(error).__name__})") from error
     finally:
         client.close()
@@ -189,11 +196,11 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
 
 
 def _holdings(server: ModelServer, strangers: Mapping[str, Sequence[Stranger]]) -> tuple[set[int], Held]:
-    """Return the owners of the server's listening sockets, and its processes on each device. Blocks."""
+    """Return the owners of the server's listening sockets, and the server's processes on each device. Blocks."""
     locals_ = {b"%s:%04X" % (address, server.port) for address in _ADDRESSES}
     owners: dict[str, int] = {}  # by socket
     for table in ("tcp", "tcp6"):
-        with suppress(FileNotFoundError):  # no IPv6
+        with suppress(FileNotFoundError):  # the machine has no IPv6
             for fields in map(bytes.split, entries(f"{PROC}/net/{table}", b"\n")):
                 if len(fields) > 9 and fields[1] in locals_ and fields[3] == b"0A":
                     owners[f"socket:[{int(fields[9])}]"] = int(fields[7])
@@ -202,11 +209,14 @@ def _holdings(server: ModelServer, strangers: Mapping[str, Sequence[Stranger]]) 
 
 
 def _is_of(one: Stranger, owners: Mapping[str, int], server: ModelServer) -> bool:
-    """Whether the process or an ancestor listens, or it is a process of an owner with one of the server's names."""
+    """Whether the process belongs to the server.
+
+    It does if it or an ancestor listens on the server's socket, or if an owner runs it under one of the server's names.
+    """
     if one.uid in owners.values() and one.command.startswith(server.commands):
         return True
     pid = one.pid
-    with suppress(ProcessLookupError, PermissionError):  # it has ended, or is hidden
+    with suppress(ProcessLookupError, PermissionError):  # the process has ended, or is hidden
         for _ in range(_DEEPEST):
             if holds_open(pid, owners.__contains__):
                 return True

@@ -1,10 +1,10 @@
-"""Compares the devices' counts per process with the broker's records to enforce caps and claims, and see use.
+"""Compares the devices' counts per process with the broker's records, to enforce caps and claims and to show use.
 
-- A lease over its cap (the arbiter decides when that is a breach): its notebook gets a notice; if the pool says `kill`, its processes that
-  use a device are killed at once.
-- Processes on a managed device without a lease are shown. If the pool says `refuse`, they get SIGTERM after `PATIENCE_S`, and SIGKILL
-  after as long again. Display programs, NVIDIA's servers and processes with a living lease's id are left alone.
-- A process is known by its start time and signalled through its pidfd, never by its pid alone.
+- The arbiter decides when a lease breaches its cap. The lease's notebook then gets a notice. If the pool says `kill`, those of its
+  processes that use a device are killed at once.
+- Processes that use a managed device without a lease are shown. If the pool says `refuse`, they get SIGTERM after `PATIENCE_S`, and SIGKILL
+  after the same time again. Display programs, NVIDIA's servers and processes with a living lease's id are left alone.
+- A process is identified by its start time and signalled through its pidfd, never by its pid alone.
 """
 
 import asyncio
@@ -39,13 +39,16 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 5.0
 Owner = tuple[str, ProcessIdentity]
-"""A process's lease, and the process's identity when that was seen."""
+"""A process's lease, and the process's identity when the lease was determined."""
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
 @dataclass(slots=True)
 class _StrangerToEnd:
-    """A stranger to end: when it was first seen, whether it got SIGTERM, and whether the broker's user may signal it."""
+    """A process without a lease that is to end.
+
+    Holds when it was first seen, whether it got SIGTERM, and whether the broker's user may signal it.
+    """
 
     since_s: float
     terminated: bool = False
@@ -54,8 +57,8 @@ class _StrangerToEnd:
 
 class Enforcement:
     def __init__(self, broker: "Broker", clock: Callable[[], float] = time.monotonic) -> None:
-        self.strangers: dict[str, list[Stranger]] = {}  # by device, with everything that is known
-        self.exempt_pids: set[int] = set()  # pids of processes on which the broker tests checkpoints
+        self.strangers: dict[str, list[Stranger]] = {}  # by device, with everything that is known about them
+        self.exempt_pids: set[int] = set()  # pids of processes that the broker uses to test checkpoints
         self._broker = broker
         self._clock = clock
         self._users: dict[str, set[ProcessIdentity]] = {}  # by lease: its processes that use a device
@@ -64,7 +67,10 @@ class Enforcement:
     def see(
         self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner], processes: Snapshot | None
     ) -> None:
-        """Evaluate a sample: each device's use, and each process's lease. `processes` None: only kernels themselves use a device."""
+        """Evaluate a sample, given each device's use and each process's lease.
+
+        `processes` is None if only kernels themselves use a device.
+        """
         self._users = {}
         unwanted: dict[ProcessIdentity, _StrangerToEnd] = {}
         for device_id, use in uses.items():
@@ -95,7 +101,7 @@ class Enforcement:
             kernel.notices.append(sentence)  # its runner prints it
             kernel.notify()
         elif breach.action is Breach.KILL:
-            kernel.notices.append(sentence)  # for the kernel that comes after this one
+            kernel.notices.append(sentence)  # for the kernel that follows this one
         elif kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence)
 
@@ -107,7 +113,7 @@ class Enforcement:
         found = []
         for process in strangers:
             if process.kind is not ProcessKind.GRAPHICS and not self._is_spared(process.pid, processes):
-                with suppress(ProcessLookupError, PermissionError, ValueError):  # it ended, or cannot be read
+                with suppress(ProcessLookupError, PermissionError, ValueError):  # it ended, or is unreadable
                     found.append(identify(process.pid))
         return found
 
@@ -156,11 +162,11 @@ def _described(process: ProcessUse) -> Stranger:
     return Stranger(pid=process.pid, user=user, used_mib=process.used_mib, command=command, uid=uid)
 
 
-# Learns the memory of contexts on each kind of device, so that frameworks' limits leave room for them.
+# Learns the memory of contexts on each kind of device, so that the limits of frameworks leave room for contexts.
 #
-# At each suspend the device's figure for the process, and the extension's figure for the frameworks (its answer to `shrink`), are known for
-# one moment, under the lock. A kernel over its cap is asked as soon as it is idle, too: without suspends, only this shows that a limit left
-# too little room. The result reaches kernels with their next grant, or at once if one was over its cap.
+# At each suspend, two figures are known for one moment under the lock: the device's figure for the process, and the extension's figure for
+# the frameworks (its answer to `shrink`). A kernel over its cap is also asked as soon as it is idle, because without suspends only this
+# shows that a limit left too little room. Kernels get the result with their next grant, or at once if they were over their cap.
 
 
 _SHRINK_TIMEOUT_S: Final = 10.0
@@ -201,7 +207,7 @@ class ContextLearner:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def _ask(self, kernel: Kernel) -> None:
-        """Have the kernel free its caches once it is idle, then compare. Can be cancelled at any moment."""
+        """Have the kernel free its caches once it is idle, then compare the figures. This can be cancelled at any moment."""
         while True:
             change = kernel.change()
             if kernel.busy:
@@ -209,9 +215,9 @@ class ContextLearner:
                 continue
             link, device_ids = kernel.link, self._broker.records.may_use(kernel)
             if link is None or not device_ids:
-                return  # it ended, or is being suspended, which teaches the same
+                return  # it ended, or is being suspended, which has the same result
             word = await link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
-            if word != "busy":  # a cell began before the main loop came to it
+            if word != "busy":  # busy if a cell began before the main loop read the command
                 break
             await asyncio.sleep(_AGAIN_S)
         if word == "done" and await self._compare(kernel, link, device_ids):
@@ -223,13 +229,13 @@ class ContextLearner:
         except GPUError:
             return False  # the next breach or suspend is another chance
         if kernel.in_use or kernel.identity is None or kernel.link is not link:
-            return False  # the device counted a later moment than the answer's
+            return False  # the device's figure is from a later moment than the answer
         used_mib = sum(one.used_mib for one in use.processes if one.pid == kernel.identity.pid)
         self._learn(kernel, device_ids, used_mib)
         return device_ids == self._broker.records.may_use(kernel)
 
     def _learn(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
-        """Learn from the memory of the kernel's own process on its only device. With several, the division is unknown."""
+        """Learn from the memory of the kernel's own process on its only device. If it has several, the division among them is unknown."""
         reserved_mib = kernel.link.reserved_mib if kernel.link is not None else None
         view = self._broker.arbiter.lease(kernel.lease_id)
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None
@@ -241,26 +247,26 @@ class ContextLearner:
             log.info("a context on %s takes %d MiB beyond its framework (uid %d)", device.name, context_mib, kernel.uid)
 
 
-# Is a kernel that runs no cell really idle? The devices' counters of work decide, in addition to IOPub.
+# Checks that a kernel that runs no cell is really idle. The devices' counters of work decide this together with IOPub.
 #
-# A thread that a cell left behind, or a child process, works without a busy message. So a resident kernel that has just become idle counts
-# as busy until the counters have shown that its whole process tree is quiet, and again whenever they show work.
+# A thread that a cell left behind, or a child process, works without a busy message. A resident kernel that has just become idle therefore
+# counts as busy until the counters have shown that its whole process tree is quiet. It counts as busy again whenever they show work.
 #
-# - A device reports work with a delay (`settle_us`): until then its counters may still show the cell that has just ended.
-# - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses counts as one.
-# - For a device that reports nothing (MIG instances, some virtual machines) messages alone decide; it is read again every minute, in case
-#   its driver was restarted. A command (`jupyter gpu run`) sends no messages: there it is busy while it is resident, unless its connections
-#   show when it is in use.
-# - All times are since boot: setting the clock makes no kernel busy or quiet.
-# - While a client waits for a suspend (`PendingRequests.suspend_waiters`), only messages count; the suspend waits for other work to end.
+# - A device reports work with a delay (`settle_us`). Until then its counters may still show the cell that has just ended.
+# - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses counts as continuous work.
+# - For a device that reports nothing (MIG instances, some virtual machines), only messages count. Such a device is read again every minute,
+#   in case its driver was restarted. A command (`jupyter gpu run`) sends no messages. On such a device it is busy while it is resident,
+#   unless its connections show when it is in use.
+# - All times are since boot, so that setting the clock makes no kernel busy or quiet.
+# - While a client waits for a suspend (`PendingRequests.suspend_waiters`), only messages count. The suspend waits for other work to end.
 
 
 QUIET_S: Final = 2.0
-UNANSWERED_QUIET_S: Final = 5.0  # of a kernel whose extension does not answer: nothing else shows that it is idle
+UNANSWERED_QUIET_S: Final = 5.0  # for a kernel whose extension does not answer, as nothing else shows that it is idle
 _INTERVAL_S: Final = 1.0
-_QUIET_INTERVAL_S: Final = 2.0  # while no kernel works, or none is resident and idle: a resume gives no sign here
+_QUIET_INTERVAL_S: Final = 2.0  # while no kernel works, or none is resident and idle; a resume sets no event here
 _SHORTEST_S: Final = 0.05
-_READ_AGAIN_S: Final = 60.0  # a device that reported nothing
+_READ_AGAIN_S: Final = 60.0  # for a device that reported nothing
 _S: Final = 1_000_000  # microseconds
 
 
@@ -274,13 +280,13 @@ class GpuActivity:
         self._broker = broker
         self._since_boot_us = since_boot_us
         self._steady_s = steady_s
-        self._silent: dict[str, float] = {}  # devices that report nothing, and when each is read again
-        self._settle_us = 0  # the longest of the devices'
+        self._silent: dict[str, float] = {}  # devices that report nothing, with the time when each is read again
+        self._settle_us = 0  # the longest of all devices
         self._news = asyncio.Event()
-        self._looks = False  # until `run`, no kernel counts as working: no look would ever end that
+        self._looks = False  # no kernel counts as working before `run`, because no look would end that
 
     def see(self, kernel: Kernel, view: LeaseView) -> None:
-        """Record whether the kernel's messages show that it is in use. Call this before reading its `busy`."""
+        """Record whether the kernel's messages show that it is in use. Call this before reading the kernel's `busy`."""
         if kernel.in_use or kernel.identity is None:
             kernel.gpu_work.clear()
         elif kernel.gpu_work.idle_us is None:
@@ -298,13 +304,16 @@ class GpuActivity:
             if watched:
                 try:
                     await self._look(watched)
-                except OSError as error:  # a shortage: the next look may succeed
+                except OSError as error:  # such as a lack of descriptors; the next look may succeed
                     log.error("cannot read the devices' work: %s", error)  # noqa: TRY400 - the sentence says it
             if await within(self._pause_s() if watched else _QUIET_INTERVAL_S, self._news):
                 await asyncio.sleep(_SHORTEST_S)
 
     async def is_quiet(self, kernel: Kernel) -> bool:
-        """Return whether no device saw the lease work for `UNANSWERED_QUIET_S`; True without reports, False if one cannot be read."""
+        """Return whether no device saw the lease work for `UNANSWERED_QUIET_S`.
+
+        Return True if no device reports work, and False if a device cannot be read.
+        """
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
             return False
@@ -324,7 +333,7 @@ class GpuActivity:
 
     @staticmethod
     def _is_unknown(kernel: Kernel) -> bool:
-        return kernel.launch.command and not kernel.launch.served  # it sends no messages
+        return kernel.launch.command and not kernel.launch.served  # a command sends no messages
 
     def _watched(self) -> list[tuple[Kernel, ProcessIdentity, str]]:
         found = []
@@ -359,7 +368,7 @@ class GpuActivity:
         for kernel, identity, device_id in watched:
             activity = activities.get(device_id)
             if kernel.identity is not identity or kernel.gpu_work.idle_us is None:
-                continue  # it has restarted or runs a cell
+                continue  # the kernel has restarted or runs a cell
             if activity is None:
                 self._conclude(kernel, working=self._is_unknown(kernel))
             elif activity.worked_us or kernel.gpu_work.working:  # otherwise it stays quiet
@@ -368,7 +377,7 @@ class GpuActivity:
     def _read(
         self, device_ids: list[str], since_us: int, known: Collection[int]
     ) -> tuple[dict[str, DeviceActivity], Snapshot | None]:
-        """Read the counters, and scan /proc if a process other than a kernel itself worked. Blocks."""
+        """Read the counters. Scan /proc if a process that is not itself a kernel worked. Blocks."""
         found: dict[str, DeviceActivity] = {}
         for device_id in device_ids:
             try:
@@ -400,7 +409,7 @@ class GpuActivity:
             kernel.gpu_work.last_us = max(kernel.gpu_work.last_us, worked_us)
         unsettled = activity.known_until_us < idle_us + activity.settle_us
         recent = kernel.gpu_work.last_us > 0 and activity.known_until_us - kernel.gpu_work.last_us < QUIET_S * _S
-        # While nothing is settled it stays as it is: a kernel that has been quiet for long does not become busy by waiting.
+        # While the reports have not settled, keep the state, so that a kernel that has long been quiet does not become busy by waiting.
         self._conclude(kernel, working=recent or (unsettled and kernel.gpu_work.working))
 
     def _pids(self, kernel: Kernel, identity: ProcessIdentity, snapshot: Snapshot | None) -> set[int]:

@@ -1,10 +1,10 @@
-"""Caps that the driver enforces: each control group may use as much of a device as its leases hold there.
+"""Caps that the driver enforces. Each control group may use as much of a device as its leases hold there.
 
-A group is limited if it belongs to one seat's or user's processes alone (`own_group`). Its limit is raised before a lease of it may use a
-device or is restored there, and lowered after a suspend. It ends with the group's last lease.
+A group is limited if it contains only processes of one seat or user (`own_group`). Its limit is raised before one of its leases may use a
+device or is restored there, and lowered after a suspend. The limit ends with the group's last lease.
 
-A restore past a limit would kill the process, so nothing is restored before its limit is set. A broker that starts among living kernels
-cannot try the driver: it keeps the limits up to date if it finds one.
+A restore beyond the limit would kill the process, so nothing is restored before the limit is set. A broker that starts while kernels live
+cannot test the driver. If it finds limits, it keeps them up to date.
 """
 
 import asyncio
@@ -36,7 +36,10 @@ Key = tuple[str, str]
 
 
 class HardCaps:
-    """`why_not`: why the driver caps no kernel, a sentence; empty: it caps those whose control group is limited."""
+    """The limits of control groups that the driver enforces.
+
+    `why_not` is a sentence that explains why the driver caps no kernel. If it is "", the driver caps kernels in limited groups.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class HardCaps:
         log.info("memory limits by the driver: %s", result.why_not or "they work")
 
     async def recall(self) -> None:
-        """Take over the limits of an earlier broker, if it set any for a running kernel."""
+        """Take over the limits of an earlier broker, if it set any for running kernels."""
         for kernel, _ in self._broker.views():
             await self._look(kernel)
 
@@ -89,16 +92,16 @@ class HardCaps:
         return all(self._set.get(key, mib) >= mib for key, mib in wanted.items() if self._concerns(kernel, key))
 
     def told_mib(self, kernel: Kernel, device_id: str) -> int | None:
-        """Return the MiB that the kernel's frameworks see as the device's size, None if they see the whole device."""
+        """Return the MiB that the kernel's frameworks see as the size of the device, or None if they see the whole device."""
         group = self._group(kernel) if not self.why_not and self._is_told else None
         return self._set.get((group.path, device_id)) if group is not None and group.is_leaf else None
 
     def caps(self, kernel: Kernel) -> bool:
-        """Return whether the driver limits the kernel's control group now."""
+        """Return whether the driver currently limits the kernel's control group."""
         return any(self._concerns(kernel, key) for key in self._set)
 
     async def apply(self, kernel: Kernel | None = None) -> str:
-        """Bring the limits up to date; return why the kernel's could not be raised, or ""."""
+        """Bring the limits up to date. Return why the limit of `kernel` could not be raised, or ""."""
         if kernel is not None and self.why_not == _NOT_TRIED:
             await self._look(kernel)
         if self.why_not:
@@ -138,7 +141,7 @@ class HardCaps:
         try:
             await self._worker.set_limit(device_id, group, mib)
         except GPUError as error:
-            if mib is None and error.code in _GONE:  # with its group, or its device
+            if mib is None and error.code in _GONE:  # the limit ended with its group or device
                 self._set.pop(key, None)
                 return
             if error.code is GPUErrorCode.NOT_SUPPORTED:
@@ -170,7 +173,7 @@ class HardCaps:
                 if self._is_exclusive(view):
                     for device_id in self._broker.devices:
                         wanted.setdefault((path, device_id), 0)
-        # The driver refuses a limit beyond the device.
+        # The driver refuses a limit beyond the size of the device.
         sizes = {device_id: device.memory_mib for device_id, device in self._broker.devices.items()}
         limited = {key: mib for key, mib in wanted.items() if key[1] in sizes and key[1] not in self._unlimited}
         return {key: min(mib, sizes[key[1]]) for key, mib in limited.items()}

@@ -1,11 +1,11 @@
-"""Processes and device memory left when a kernel ends, and what killed the kernel.
+"""Processes and device memory that remain when a kernel ends, and what killed the kernel.
 
-- A lease's room is free when no process of the kernel's tree has device memory, on a device or saved on the host, and the devices no longer
-  count it: the driver frees memory only after a process has ended. Unknown is not free.
-- While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is resumed
-  if it was suspended. A new kernel of the lease takes it over. Processes that end with their kernel have `_MOMENT_S` to.
-- Memory that a device still counts after `FREED_S`, and charges to no process, counts as a stranger's.
-- `after_kernel: "end"` ends what is left, but only processes seen in the tree whose identity and user match.
+- A lease's room is free when no process of the kernel's tree has device memory, whether on a device or saved on the host, and the devices
+  no longer count it. The driver frees memory only after a process has ended. If it is unknown, the room is not free.
+- While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts for its owner, and is resumed if
+  it was suspended. A new kernel of the lease takes it over. Processes that end together with their kernel have `_MOMENT_S` to do so.
+- Memory that a device charges to no process but still counts after `FREED_S` counts as a stranger's.
+- `after_kernel: "end"` ends what remains, but only processes that were seen in the tree and whose identity and user match.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from fractional_gpu.protocol.errors import ConflictError
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
 
-# Ends leases whose kernels no process can start again. Only a lease's server can: a Jupyter server, a script that uses jupyter_client, or a
-# launcher that becomes the kernel.
+# Ends leases whose kernels no process can start again. Only a lease's server can do so: a Jupyter server, a script that uses
+# jupyter_client, or a launcher that becomes the kernel.
 #
-# - The server is the process that asked for the lease or, later, the one that attached the kernel. A server that takes over a kernel
+# - The server is the process that requested the lease or, later, the process that attached the kernel. A server that takes over a kernel
 #   attaches it again.
-# - If kernel and server have ended, the lease ends at once. While the server lives it is kept for `unattached_ttl`.
-# - If nothing was attached and the server has ended, it may have started a process first. The lease ends when no process carries its id.
-# - An unknown server (in another pid namespace, or of a lease without a record) ends nothing.
+# - If both the kernel and the server have ended, the lease ends at once. While the server lives, the lease is kept for `unattached_ttl`.
+# - If no process was attached and the server has ended, it may have started a process first. The lease ends when no process carries its id.
+# - If the server is unknown (in another pid namespace, or if the lease had no record), nothing is ended.
 
 
 ABANDONED: Final = "abandoned"
-"""Why a lease ended, in its story and in the counters."""
+"""The reason for the end of a lease in its story and in the counters."""
 _EVERY_S: Final = 1.0
 
 
@@ -54,7 +54,7 @@ def has_lost_server(kernel: Kernel) -> bool:
     """Return whether the lease's server is known and has ended. A server that cannot be checked counts as alive."""
     try:
         return kernel.launch.server is not None and not is_alive(kernel.launch.server)
-    except OSError:  # not readable, or the broker is short of descriptors
+    except OSError:  # it is unreadable, or the broker is out of descriptors
         return False
 
 
@@ -77,7 +77,7 @@ class AbandonedLeases:
                 return
             lost = [kernel for kernel in lost if kernel.launch.had_process or kernel.lease_id not in carried]
         for kernel in lost:
-            # A server may have been named, or a process attached, while the processes were read.
+            # While the processes were read, a server may have been named or a process attached.
             if self._is_abandoned(kernel):
                 self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=ABANDONED))
 
@@ -96,11 +96,11 @@ log = logging.getLogger(__name__)
 FREED_S: Final = 5.0
 _MOMENT_S: Final = 0.5
 _AGAIN_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 2.0  # between looks without a result: each pause is twice the one before
-_SAMPLED_S: Final = 10.0  # the next sample of the devices comes before that
+_LONGEST_PAUSE_S: Final = 2.0  # between looks without a result; each pause is twice as long as the one before
+_SAMPLED_S: Final = 10.0  # the devices are sampled again within this time
 _SLACK_MIB: Final = 16
 _LONGEST_COMMAND: Final = 200
-_MOST_WORDS: Final = 20  # of it
+_MOST_WORDS: Final = 20  # of a command
 _IN_A_SWAP: Final = frozenset(
     {LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED}
 )
@@ -108,15 +108,15 @@ _IN_A_SWAP: Final = frozenset(
 
 class Survivors:
     def __init__(self, broker: "Broker", inspector: ProcessInspector) -> None:
-        self.uncounted_mib: dict[str, int] = {}  # by device: memory at rest that it charges to no process
-        self.unfreed: dict[str, int] = {}  # the same, for devices that did not free an ended process
-        self.sampled = asyncio.Event()  # set by the arbiter's next sample of the devices, then replaced
+        self.uncounted_mib: dict[str, int] = {}  # by device: the memory that it usually charges to no process
+        self.unfreed: dict[str, int] = {}  # the same, for devices that did not free the memory of an ended process
+        self.sampled = asyncio.Event()  # set at the arbiter's next sample of the devices, and then replaced
         self._broker = broker
         self._inspector = inspector
         self._ends: set[asyncio.Task[None]] = set()
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Give an ended or replaced kernel process's room away once it is free. The process is no longer followed."""
+        """Free the room of a kernel whose process ended or was replaced, once its memory is free. The process is no longer followed."""
         if not kernel.ending.survivors:
             kernel.ending.root = root
         if kernel.ending.task is None:
@@ -127,11 +127,14 @@ class Survivors:
                 self._free(kernel)
 
     async def release(self, kernel: Kernel, reason: str = "released") -> None:
-        """End the lease, now or when its kernel's last processes end. Return once it is known which. If cancelled, the end continues."""
+        """End the lease, now or when the last processes of its kernel end. Return once it is known which.
+
+        If cancelled, the lease still ends.
+        """
         if not kernel.ending.released:
             kernel.ending.released, kernel.ending.reason = True, reason
         kernel.notify()
-        if kernel.launch.claim:  # its programs are none of ours
+        if kernel.launch.claim:  # the programs under a claim are not ours
             self._free(kernel)
         elif kernel.ending.task is None:
             root = kernel.identity
@@ -157,7 +160,7 @@ class Survivors:
                 except (GPUError, OSError) as error:
                     log.warning("lease %s: cannot find what its kernel left yet: %s", kernel.lease_id[:8], error)
                     await asyncio.sleep(pause_s)
-                    # The devices' time to free memory starts with the first successful look.
+                    # The time in which the devices must free memory starts with the first successful look.
                     begun_s, pause_s = time.monotonic(), min(2 * pause_s, _LONGEST_PAUSE_S)
                     continue
                 if is_free:
@@ -169,7 +172,7 @@ class Survivors:
         self._free(kernel)
 
     async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
-        """Return True if the room is free, False if processes keep the lease, None to look again. Raises GPUError or OSError."""
+        """Return True if the room is free, False if processes keep the lease, or None to look again. Raises GPUError or OSError."""
         left, unfreed = await self._look(kernel, root)
         passed_s = time.monotonic() - begun_s
         if left and passed_s < _MOMENT_S:
@@ -195,7 +198,10 @@ class Survivors:
     async def find(
         self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool
     ) -> list[Survivor]:
-        """Return the processes with device memory, the largest first; `saved`: some may be on the host. Raises GPUError."""
+        """Return the processes with device memory, largest first. With `saved`, include memory that may be saved on the host.
+
+        Raises GPUError.
+        """
         found = await SWAPS.run(
             _described_all, await self._inspector.with_memory(kernel, root, host, saved=saved), host
         )
@@ -203,12 +209,15 @@ class Survivors:
 
     def _is_freed(self, device_id: str, use: DeviceUse, pids: set[int]) -> bool:
         if any(one.pid in pids for one in use.processes):
-            return False  # they have ended, but are still counted
+            return False  # the processes have ended, but are still counted
         known_mib = self.uncounted_mib.get(device_id)
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
-        """Count unfreed device memory as a stranger's. Returns once the arbiter knows: only then is the room given away."""
+        """Count device memory that was not freed as a stranger's.
+
+        Returns once the arbiter knows about it, because the room may be given away only then.
+        """
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory: it is counted as a stranger's until it is freed",
             kernel.lease_id[:8],
@@ -220,7 +229,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return the MiB still counted for processes that ended long ago; while no kernel is ending, note the normal level."""
+        """Return the MiB still counted for processes that ended long ago. While no kernel is ending, record the usual level."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -255,7 +264,7 @@ class Survivors:
         return True
 
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
-        """Evaluate a sample (MiB by pid): look again if the set of an ended kernel's processes with memory changed."""
+        """Evaluate a sample, given as MiB by pid. If other processes of an ended kernel have memory than before, look again."""
         view = self._view(kernel)
         if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return
@@ -279,7 +288,7 @@ class Survivors:
             self._broker.exited(kernel)
 
     async def end(self, kernel: Kernel) -> None:
-        """End the kernel's last processes; return when its room is free. Raises ConflictError. If cancelled, the end continues."""
+        """End the kernel's last processes, and return when its room is free. Raises ConflictError. If cancelled, they still end."""
         await self.settled(kernel)
         if not kernel.ending.survivors:
             raise ConflictError(
@@ -315,7 +324,7 @@ class Survivors:
                 await end_processes(left, "process {pid}, which the kernel left behind,")
             except ConflictError as error:
                 log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
-            except OSError as error:  # short of descriptors: only a retry would end them
+            except OSError as error:  # out of descriptors; only a new attempt could end them
                 log.warning("lease %s: cannot end what its kernel left yet: %s", kernel.lease_id[:8], error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
                 continue
@@ -372,7 +381,7 @@ def _described_all(identities: Iterable[ProcessIdentity], host: HostSnapshot) ->
     found = []
     for identity in identities:
         name, command = "?", ""
-        with suppress(OSError):  # it ended, or this may not be seen
+        with suppress(OSError):  # it ended, or the broker may not see this
             name = printable(read_stat(identity.pid).comm) or "?"
             command = printable(" ".join(islice(read_command(identity.pid), _MOST_WORDS)).strip())[:_LONGEST_COMMAND]
         used_mib = host.used_mib(identity.pid)
@@ -385,12 +394,12 @@ def _log_failure(task: "asyncio.Task[None]") -> None:
         log.critical("could not find what a kernel left behind", exc_info=error)
 
 
-# Did the system's out-of-memory killer end a kernel? The counters of control groups decide, for the message to the user.
+# Finds out whether the system's out-of-memory killer ended a kernel, for the message to the user. It reads the counters of control groups.
 #
-# - Each group counts its killed processes. A kernel that ends after its group's counter has risen counts as killed; one kill explains one
-#   kernel, and only within `_WINDOW_S`, which is longer than a process of many GiB takes to end.
-# - The broker is not the kernels' parent and cannot read how they ended. If it may read the system's log, that decides. Otherwise another
-#   process that was killed in the same seconds and group can be mistaken for the kernel.
+# - Each group counts its killed processes. A kernel that ends after its group's counter has risen counts as killed. One kill explains the
+#   end of one kernel, and only within `_WINDOW_S`, which is longer than a process of many GiB takes to end.
+# - The broker is not the kernels' parent, so it cannot read how they ended. If it may read the system's log, the log decides. Otherwise
+#   another process of the group that was killed in the same seconds can be mistaken for the kernel.
 
 
 _WINDOW_S: Final = 15.0
@@ -398,7 +407,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """One group's counter. `accounted` kills are old, or explain a kernel's end."""
+    """One group's counter. Kills that are `accounted` for are old, or explain the end of a kernel."""
 
     limited_by: str
     accounted: int
@@ -422,7 +431,7 @@ class OomKills:
             log.debug("cannot read the out-of-memory counter of process %d: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
-        """Record which kernels are alive (by pid), and which kills are too old to explain an end."""
+        """Record which kernels are alive, by pid, and which kills are too old to explain an end."""
         self._files = {pid: file for pid, file in self._files.items() if pid in pids}
         for pid in set(pids) - self._files.keys():
             self.follow(pid, now_s)
@@ -450,4 +459,4 @@ def _count(file: Path, otherwise: int) -> int:
     try:
         return kill_count(file)
     except (OSError, ValueError):
-        return otherwise  # the group is gone with its last process
+        return otherwise  # the group disappeared with its last process

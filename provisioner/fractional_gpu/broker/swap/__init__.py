@@ -1,1 +1,1 @@
-"""Suspending and resuming: the steps of a swap, its operations, and what an error of the driver means."""
+"""Suspending and resuming kernels: the steps of a swap, its operations, and the consequences of a driver error."""

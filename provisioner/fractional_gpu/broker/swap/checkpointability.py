@@ -1,11 +1,11 @@
 """Checks whether a kernel can be checkpointed at all, once its gate is shut and before anything is locked.
 
-The driver promises nothing about a process whose checkpoint failed, so look for known obstacles first.
+The driver guarantees nothing about a process whose checkpoint failed, so look for known obstacles first.
 
-- NCCL: communicators within one machine map segments in /dev/shm, which can be found. Collectives with processes outside the
-  kernel's tree, or without shared memory (`NCCL_SHM_DISABLE=1`), stay invisible.
-- Injected profilers and debuggers are found by their libraries, and by the variable that makes the driver load one. `libcupti` proves
-  nothing: torch and JAX always link it. The extension finds profilers that the kernel itself starts.
+- NCCL: Communicators within one machine map segments in /dev/shm, which can be found. Collectives with processes outside the kernel's tree,
+  or without shared memory (`NCCL_SHM_DISABLE=1`), remain invisible.
+- Profilers and debuggers: If they are injected, they are found by their libraries, and by the variable that makes the driver load such a
+  library. `libcupti` proves nothing, because torch and JAX always link it. The extension finds profilers that the kernel itself starts.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,7 @@ from fractional_gpu.host.process import ProcessIdentity, environment_value, maps
 from fractional_gpu.protocol.codec import printable
 
 _NCCL_SEGMENT = "/dev/shm/nccl-"  # noqa: S108 - how the names of its files begin
-_FEWEST_MEMBERS = 2  # of a collective
+_FEWEST_MEMBERS = 2  # processes that form a collective
 _INJECTED = (  # how the libraries' names begin
     "libToolsInjection",  # Nsight Systems
     "libcuda-injection.so",  # Nsight Compute
@@ -34,7 +34,7 @@ _INJECTION = "CUDA_INJECTION64_PATH"
 async def why_not_checkpointable(
     arbiter: Arbiter, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot
 ) -> str:
-    """Return a sentence on why these CUDA processes of the kernel cannot be checkpointed, or "" if nothing is known."""
+    """Return a sentence that explains why these CUDA processes cannot be checkpointed, or "" if no obstacle is known."""
     view = arbiter.lease(kernel.lease_id)
     if view is not None and view.unsuspendable_reason:
         return view.unsuspendable_reason

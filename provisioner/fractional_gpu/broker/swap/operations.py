@@ -1,8 +1,9 @@
-"""Runs the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at leases in an unknown state.
+"""Carries out the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at leases in an unknown state.
 
-- Each first writes its intent to disk (a lease record whose state says that it is being suspended or resumed), and each ends with an
-  event, whatever happens: an operation without one would hold the swap channel forever.
-- An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
+- Each operation first writes its intent to disk (a lease record whose state shows that the lease is being suspended or resumed). Each ends
+  with an event, whatever happens, because an operation without an event would hold the swap channel forever.
+- An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped, because the next broker looks
+  anyway.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-_FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once: this limits how often a failing driver is called
+_FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once, so this limits how often a failing driver is called
 _BROKEN = "the broker failed during it; see its log"
 
 
@@ -46,7 +47,7 @@ class Operations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
         self._look_now = asyncio.Event()
-        self.sample: Callable[[], Awaitable[None]] | None = None  # the devices, now
+        self.sample: Callable[[], Awaitable[None]] | None = None  # samples the devices now
 
     def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
         match effect:
@@ -64,7 +65,7 @@ class Operations:
         self._look_now = asyncio.Event()
 
     def device_returned(self) -> None:
-        """Do the next operation with a new worker, and look at every quarantined lease."""
+        """Run the next operation with a new worker, and look at every quarantined lease."""
         self._swaps.worker.renew()
         self.look_now()
 
@@ -109,10 +110,10 @@ class Operations:
                 )
             )
             if (kernel := self._broker.kernels.get(effect.lease_id)) is not None:
-                self._broker.suspend_finished(kernel)  # it may have become busy
+                self._broker.suspend_finished(kernel)  # the kernel may have become busy
 
     def _reserve(self, effect: Suspend, need_mib: int) -> int:
-        """Ask the arbiter to reserve host memory for the suspend; return the MiB that are then reserved."""
+        """Ask the arbiter to reserve host memory for the suspend. Return the MiB that are then reserved."""
         self._broker.dispatch(
             HostMemoryNeeded(
                 at_ms=now_ms(),
@@ -144,9 +145,9 @@ class Operations:
             if kernel is None or view is None:
                 outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
                 return
-            # Reading the processes changes nothing: it does not wait until the intent is written.
+            # Reading the processes changes nothing, so it need not wait until the intent is written.
             await asyncio.gather(self._write_down(kernel, "resume"), self._swaps.glance())
-            if why := await self._broker.hard_caps.apply(kernel):  # a restore past the limit would kill the process
+            if why := await self._broker.hard_caps.apply(kernel):  # a restore beyond the limit would kill the process
                 outcome, sentence = ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {why}"
             else:
                 outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib)
@@ -172,7 +173,7 @@ class Operations:
             )
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Look until the state is known or the lease moves on. A failed process is reported once and looked at again."""
+        """Look until the state is known or the lease changes its state. A failed process is reported once, and looked at again."""
         reported = ""
         for attempt in count():
             await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)
@@ -182,16 +183,16 @@ class Operations:
                 if kernel is None or view is None or view.generation != effect.generation:
                     return
                 if kernel.checkpoint.needs_driver and self._swaps.inspector.off:
-                    continue  # the devices' counts do not decide it (`recovery`)
+                    continue  # the devices' counts alone cannot decide this (`recovery`)
                 truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
-            except OSError as error:  # short of descriptors or memory: the next look may succeed
+            except OSError as error:  # out of descriptors or memory; the next look may succeed
                 log.error("cannot examine lease %s: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
                 continue
             if truth is None or (truth.state is LeaseState.QUARANTINED and truth.sentence == reported):
                 continue
             state, device_id = truth.state, truth.device_id
             if state is LeaseState.NO_CONTEXT and view.device_id is not None:
-                # Its gate may be open, and its next cell create a context: keep the reservation.
+                # The kernel's gate may be open, and its next cell may create a context, so keep the reservation.
                 state, device_id = LeaseState.RESIDENT, view.device_id
             self._broker.dispatch(
                 TruthFound(
@@ -209,7 +210,7 @@ class Operations:
             reported = truth.sentence
 
     async def _write_down(self, kernel: Kernel, phase: str) -> None:
-        """Record the lease and what will be saved. Raises LedgerError: then the phase must not start."""
+        """Record the lease and what will be saved. Raises LedgerError, in which case the phase must not start."""
         log.debug("lease %s: %s", kernel.lease_id[:8], phase)
         await self._broker.records.write(kernel)
 

@@ -1,10 +1,10 @@
-"""The consequences of a driver's error for the lease: a table by phase, which `docs/driver-errors.md` shows.
+"""The consequences of a driver error for the lease, as a table by phase. `docs/driver-errors.md` shows it.
 
-- Before the checkpoint nothing can be lost: the suspend is tried again soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
-- A failed checkpoint may leave the process unsound: it is not tried again, even if the driver reports that nothing
-  moved. Without that report the outcome is UNKNOWN.
+- Before the checkpoint nothing can be lost. The suspend is tried again soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
+- A failed checkpoint may leave the process in an unsound state. It is not tried again, even if the driver reports that nothing moved.
+  Without that report the outcome is UNKNOWN.
 - A failed restore leaves the lease saved only if the driver reports that everything is still saved. A restore without room is fatal, so
-  after an out-of-memory error that report is not enough: the outcome is UNKNOWN, and the lease is examined again.
+  after an out-of-memory error this report is not enough. The outcome is then UNKNOWN, and the lease is examined again.
 """
 
 from collections.abc import Collection
@@ -33,7 +33,10 @@ def before_checkpoint(code: GPUErrorCode) -> SuspendOutcome:
 
 
 def after_checkpoint(code: GPUErrorCode, states: Collection[ProcessState]) -> SuspendOutcome:
-    """Return the outcome of a suspend whose checkpoint failed; `states` are the driver's answers afterwards (empty: none)."""
+    """Return the outcome of a suspend whose checkpoint failed.
+
+    `states` are the driver's answers after the failure, which may be empty.
+    """
     if not states or any(state not in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
         return SuspendOutcome.UNKNOWN
     return SuspendOutcome.ABORTED if code in _MOMENT else SuspendOutcome.IMPOSSIBLE

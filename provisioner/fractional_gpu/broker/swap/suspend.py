@@ -1,14 +1,14 @@
-"""Suspending one kernel: close its gate, lock its processes, checkpoint and verify them.
+"""Suspends one kernel: closes its gate, and locks, checkpoints and verifies its processes.
 
 1. Close the gate, check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
-2. Check for known obstacles: nothing is locked yet, so a refusal costs nothing. If the host reservation is too small, ask the arbiter
-   for more, here and in 4.
+2. Check for known obstacles. Nothing is locked yet, so a refusal costs nothing. If too little host memory is reserved, ask the arbiter for
+   more, here and in step 4.
 3. Lock every CUDA process of the kernel's tree. From here on they cannot change their device memory.
 4. Take a second snapshot under the locks. It shows what began, grew or ended since the first.
 5. Checkpoint each process, and verify the driver's answer. The first checkpoint is the point of no return.
 
-Before 5 every failure rolls back and the kernel continues. After it the suspend ends SAVED or, if the driver does not confirm that
-everything is saved or everything is back, UNKNOWN. The table in `outcomes` explains the driver's errors.
+Before step 5 every failure rolls back, and the kernel continues. After it, the suspend ends as SAVED. If the driver does not confirm that
+everything is saved, or that everything is back, it ends as UNKNOWN. The table in `outcomes` explains the driver's errors.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb
 
 Journal = Callable[[str], Awaitable[None]]
-"""Writes the lease durably before this phase of an operation begins."""
+"""Durably writes the lease before this phase of an operation begins."""
 
 Reserve = Callable[[int], int]
-"""Asks the arbiter for host memory (MiB) for the running suspend; returns the MiB that are then reserved."""
+"""Asks the arbiter for host memory (MiB) for the running suspend. Returns the MiB that are then reserved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class SwapTimes:
 
 
 class StepError(Exception):
-    """A step failed before the point of no return. `need_mib` is the memory to save, if it is more than was reserved."""
+    """A step failed before the point of no return. `need_mib` is the memory to save if that is more than was reserved."""
 
     def __init__(self, outcome: SuspendOutcome, sentence: str, need_mib: int = 0) -> None:
         super().__init__(sentence)
@@ -69,7 +69,7 @@ SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
 _UNLOCKED = (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE)
 _LONGEST_REASON = 300
-_MUTE_GATE_S = 0.25  # how long a gate may take that did not answer last time
+_MUTE_GATE_S = 0.25  # time limit for a gate that did not answer last time
 _BETWEEN_CELLS_S = 1.0  # how long a kernel without a context may take to finish its cell
 _LOOK_S = 0.02
 _DEAF_S = 5.0  # a silent process whose connections broke this long ago is no longer a kernel
@@ -79,7 +79,7 @@ IsQuiet = Callable[[Kernel], Awaitable[bool]]
 
 
 CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
-"""Returns a sentence on why CUDA processes of a kernel cannot be checkpointed, or "" if they can be."""
+"""Returns a sentence that explains why CUDA processes of a kernel cannot be checkpointed, or "" if they can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _runs_no_cell(kernel: Kernel) -> bool:
 
 
 def _is_no_kernel(kernel: Kernel) -> bool:
-    """Return whether `os.execv` replaced a kernel that has our extension: it no longer runs cells."""
+    """Return whether a kernel that had our extension was replaced with `os.execv`, and so no longer runs cells."""
     doubt_s = kernel.iopub.doubt_s if kernel.iopub is not None else 0.0
     return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
@@ -110,7 +110,7 @@ def _check_idle(kernel: Kernel) -> None:
 
 
 class Suspension:
-    """Suspends kernels with the checkpoint worker. Without `is_quiet` every kernel counts as quiet."""
+    """Suspends kernels with the checkpoint worker. Without `is_quiet`, every kernel counts as quiet."""
 
     def __init__(
         self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, check: CheckpointCheck | None
@@ -124,9 +124,9 @@ class Suspension:
     async def suspend(
         self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
     ) -> Suspended:
-        """Return the outcome, the MiB saved (or needed, if too little was reserved), and a sentence.
+        """Suspend the kernel. Return the outcome, the MiB saved (or needed, if too little was reserved), and a sentence.
 
-        Calls `reserve` if the effect reserves too little host memory. Cancel only when the broker ends: locks may stay behind.
+        Calls `reserve` if the effect reserves too little host memory. Cancel this only when the broker ends, because locks may stay behind.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
@@ -135,7 +135,7 @@ class Suspension:
             use = await self._prepare(kernel, effect, reserve)
             if use is None:
                 return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
-            # The journal is written before each step that a dying broker would leave half done: the next one knows what to undo.
+            # The journal is written before each step that a dying broker would leave half done, so that the next broker knows what to undo.
             await journal("locking")
             empty = await self._lock_all(use, locked)
             use = await self._check_locked(kernel, effect, locked, empty, reserve)
@@ -147,7 +147,7 @@ class Suspension:
             sentence = f"the broker could not record it: {error}"
             return await self._roll_back(locked, SuspendOutcome.ABORTED, sentence)
         except GPUError as error:
-            asked = error.code is not GPUErrorCode.TARGET_STOPPED  # the driver was not asked if it was stopped
+            asked = error.code is not GPUErrorCode.TARGET_STOPPED  # the driver is not asked about a stopped process
             sentence = f"the driver refused before anything was saved: {error}" if asked else str(error)
             return await self._roll_back(locked, before_checkpoint(error.code), sentence)
         except OSError as error:
@@ -156,9 +156,9 @@ class Suspension:
         return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
 
     async def _prepare(self, kernel: Kernel, effect: Suspend, reserve: Reserve) -> dict[ProcessIdentity, int] | None:
-        """Return the CUDA processes to lock and their MiB; None: nothing to save. Raises StepError, GPUError and OSError."""
+        """Return the CUDA processes to lock with their MiB, or None if there is nothing to save. Raises StepError, GPUError or OSError."""
         _check_not_stopped(kernel)
-        # A preempted kernel is busy, and a cell that waits at the gate blocks the main loop: neither can shrink.
+        # A preempted kernel is busy, and a cell that waits at the gate blocks the main loop. Neither can shrink.
         is_busy = effect.preempt or effect.between_cells or bool(kernel.cell.unused)
         gate = await (self._shut_gate(kernel, effect) if is_busy else self._close_gate(kernel))
         shrinks = gate.answers and not is_busy and not self._inspector.off
@@ -172,7 +172,7 @@ class Suspension:
             )
         if kernel.cell.unused:
             raise StepError(SuspendOutcome.REFUSED, "its cell is now using the GPU")
-        # Check permanent obstacles before passing ones: a kernel that can never be saved is not tried again.
+        # Check permanent obstacles before temporary ones, so that a kernel that can never be saved is not tried again.
         why = self._inspector.off
         if not why and self._check is not None:
             why = await self._check(kernel, use, host)
@@ -187,12 +187,12 @@ class Suspension:
         return use
 
     async def _close_gate(self, kernel: Kernel) -> Gate:
-        """Have our extension keep cells out from now on. Raises StepError if a cell runs.
+        """Have our extension keep cells out from now on. Raises StepError if a cell is running.
 
-        If the gate does not answer in time, the kernel is treated as one without our extension once the devices' counters have been
-        quiet for a while. Python that does not run (an extension module holds the GIL) looks idle by its messages.
+        If the gate does not answer in time, the kernel is treated as one without our extension once the devices' counters have been quiet
+        for a while. A kernel whose Python cannot run (because an extension module holds the GIL) looks idle by its messages.
         """
-        await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
+        await kernel.until_linked(self._times.gate_s)  # it may not have come back yet after a broker's start
         link = kernel.link
         if link is not None:
             word = await link.ask(GateVerb.CLOSE, _MUTE_GATE_S if link.mute else self._times.gate_s)
@@ -211,17 +211,17 @@ class Suspension:
                 SuspendOutcome.ABORTED,
                 "the kernel's extension does not answer, and the kernel used the GPU in the last few seconds",
             )
-        # The extension obeys a command in the step that reads it. If the command was read, only the answer could not be sent.
+        # The extension obeys a command in the same step in which it reads it. If the command was read, only the answer could not be sent.
         return Gate(shut=link is not None and link.was_read())
 
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """Make the next cell ask before it runs, if the kernel has an extension. Continues even if the kernel is busy.
+        """If the kernel has an extension, make the next cell ask before it runs. Continues even if the kernel is busy.
 
-        An extension that does not answer (the cell may hold the interpreter) obeys later; until then a running cell blocks in CUDA. Raises
-        StepError if the kernel should be between two cells, but runs one in another of its shells.
+        An extension that does not answer (because the cell may hold the interpreter) obeys later. Until then a running cell blocks in CUDA.
+        Raises StepError if the kernel should be between two cells, but is running a cell in another of its shells.
         """
         _check_alive(kernel)
-        # As in `_close_gate`: a cell that enters the open gate would block without a line.
+        # As in `_close_gate`. A cell that enters the open gate would block without a message to its user.
         await kernel.until_linked(self._times.gate_s)
         link = kernel.link
         if link is None:
@@ -232,7 +232,7 @@ class Suspension:
         return Gate(shut=True, answers=bool(word))
 
     async def _comes_between_cells(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel ends its cell soon. Its gate is shut, so no later cell can create a context."""
+        """Return whether a busy kernel's cell ends soon. The gate is shut, so no later cell can create a context."""
         until_s = time.monotonic() + _BETWEEN_CELLS_S
         while time.monotonic() < until_s and kernel.link is not None:
             if kernel.requests.waiters > 0 or not kernel.in_use:
@@ -244,7 +244,10 @@ class Suspension:
     async def _first_snapshot(
         self, kernel: Kernel, effect: Suspend, *, shrinks: bool
     ) -> tuple[StepError | None, HostSnapshot]:
-        """Return the obstacle to saving and a snapshot: /proc read while the kernel shrinks, devices after. Raises GPUError."""
+        """Return the obstacle to saving, if any, and a snapshot. Raises GPUError.
+
+        /proc is read while the kernel shrinks, and the devices are read afterwards.
+        """
         device_ids = kernel.measurement.devices_to_read(effect.device_ids)
         if not shrinks:
             return None, await self._inspector.take(device_ids)
@@ -273,7 +276,7 @@ class Suspension:
     async def _lock_all(
         self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
     ) -> set[ProcessIdentity]:
-        """Lock the processes, adding each to `locked` first; return those that the driver lists but does not know."""
+        """Lock the processes, adding each to `locked` first. Return the processes that the driver lists but does not know."""
         empty = set()
         for identity in use:
             locked.append(identity)
@@ -297,7 +300,7 @@ class Suspension:
         empty: Collection[ProcessIdentity],
         reserve: Reserve,
     ) -> dict[ProcessIdentity, int]:
-        """Return the locked processes' MiB. Raises StepError if the kernel changed before it was locked."""
+        """Return the MiB of each locked process. Raises StepError if the kernel changed before it was locked."""
         check = _check_alive if effect.preempt or effect.between_cells else _check_idle
         check(kernel)
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.device_ids))
@@ -311,7 +314,7 @@ class Suspension:
             raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} has just begun to use CUDA")
         _check_heirs(kernel, heirs)
         _check_places(use, host, effect)
-        check(kernel)  # IOPub may have said so while the snapshot was taken
+        check(kernel)  # IOPub may have reported a cell while the snapshot was taken
         _check_reserved(use, effect, reserve)
         return use
 
@@ -330,8 +333,8 @@ class Suspension:
     async def _roll_back(
         self, locked: Sequence[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
     ) -> Suspended:
-        """Unlock the processes and return the outcome, or UNKNOWN (quarantine) if one may stay locked."""
-        # In reverse order of locking: the way back passes through the same states.
+        """Unlock the processes and return the outcome. Return UNKNOWN (quarantine) if a process may stay locked."""
+        # In reverse order of locking, so that the way back passes through the same states.
         for identity in reversed(locked):
             try:
                 if await self._worker.state(identity) is ProcessState.LOCKED:
@@ -347,7 +350,7 @@ class Suspension:
         return outcome, need_mib, sentence
 
     async def _after_failed_checkpoint(self, locked: Sequence[ProcessIdentity], error: GPUError) -> Suspended:
-        """Go back if every process is still locked with its memory on the device; otherwise the outcome is UNKNOWN."""
+        """Go back if every process is still locked with its memory on the device. Otherwise the outcome is UNKNOWN."""
         try:
             states = [await self._worker.state(identity) for identity in locked]
         except GPUError as again:
@@ -360,7 +363,7 @@ class Suspension:
 
 
 async def _shrink(kernel: Kernel) -> StepError | None:
-    """Have the idle main loop free cached memory; return the obstacle to saving the rest."""
+    """Have the idle main loop free cached memory. Return the obstacle to saving the rest, if any."""
     if kernel.link is None:
         return StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
     word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)
@@ -372,18 +375,18 @@ async def _shrink(kernel: Kernel) -> StepError | None:
 
 
 def _check_not_stopped(kernel: Kernel) -> None:
-    """Raise StepError for a stopped kernel: neither its extension nor the driver would get an answer."""
+    """Raise StepError for a stopped kernel, because neither its extension nor the driver would get an answer."""
     try:
         stopped = kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except ProcessLookupError:
-        return  # it ended: the next step says so
+        return  # the process ended, and the next step reports that
     if stopped and kernel.identity is not None:
         raise StepError(SuspendOutcome.REFUSED, stopped_sentence(kernel.identity.pid))
 
 
 def _check_heirs(kernel: Kernel, heirs: Sequence[ProcessIdentity]) -> None:
     if heirs and not kernel.launch.in_job:
-        # Restores of a process with such a child are reported to fail, losing the kernel's state.
+        # Restores of a process with such a child are reported to fail and to lose the kernel's state.
         raise StepError(
             SuspendOutcome.REFUSED,
             f"process {heirs[0].pid} was forked by the kernel after it began to use CUDA (like workers of a DataLoader or of "
@@ -395,7 +398,7 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
     own = effect.device_ids
     foreign = [device_id for device_id in host.homes({one.pid for one in use}) if device_id not in own]
     if foreign:
-        # The memory would come back to a device where no room is reserved for it.
+        # The memory would return to a device on which no room is reserved for it.
         raise StepError(
             SuspendOutcome.REFUSED,
             f"its processes use memory on device {foreign[0]}, which is not part of the lease; it can be suspended once they free it",
@@ -403,7 +406,7 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
 
 
 def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve: Reserve) -> None:
-    """Have the arbiter reserve memory beyond its estimate if needed. Raises StepError if the host has too little left."""
+    """If the memory exceeds the arbiter's estimate, have the arbiter reserve more. Raises StepError if the host has too little left."""
     need_mib = sum(use.values())
     if need_mib <= effect.host_mib:
         return
@@ -419,8 +422,8 @@ def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve
 async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
     for identity, used_mib in use.items():
         if used_mib == 0:
-            # If no device counts processes by their pids here (a container with its own pids, say), it is not known what room the
-            # state needs on the host, or to come back.
+            # If no device counts processes by their pids in this pid namespace (for example in a container), it is unknown how much room
+            # the state needs on the host, or when it returns to a device.
             raise StepError(SuspendOutcome.REFUSED, f"no device reports how much memory process {identity.pid} uses")
     needs = {identity.pid: used_mib + _HOST_MARGIN_MIB for identity, used_mib in use.items()}
     try:

@@ -1,10 +1,10 @@
-"""Suspending and resuming kernels, one operation at a time, with the checkpoint worker. `suspend` has the suspend's steps.
+"""Suspends and resumes kernels with the checkpoint worker, one operation at a time. `suspend` contains the steps of a suspend.
 
-- The driver says what is true; the ledger only says what was meant. If the driver cannot checkpoint at all (`off`), only the devices'
-  counts are known.
-- `truth` finds a kernel's real state after a broker's start and for quarantined leases. Half-done work is finished or undone, whichever is
-  safe. Any other state is left alone and unknown.
-- Only the devices concerned are read: the lease's own, and others where its processes were seen.
+- The driver reports what is true, while the ledger only records what was intended. If the driver cannot checkpoint at all (`off`), only the
+  devices' counts are known.
+- `truth` finds out a kernel's real state, after a broker's start and for quarantined leases. Half-done work is finished or undone,
+  whichever is safe. Any other state is left alone and counts as unknown.
+- Only the devices concerned are read: the lease's own devices, and others on which its processes were seen.
 """
 
 import logging
@@ -32,7 +32,10 @@ _MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessStat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A kernel's real state: unattached, unarmed, resident or suspended; quarantined if the driver says that a process failed."""
+    """A kernel's real state: unattached, without a context, resident or suspended.
+
+    It is quarantined if the driver reports that a process failed.
+    """
 
     state: LeaseState
     device_id: str | None = None
@@ -41,9 +44,10 @@ class Truth:
 
 
 class Swaps:
-    """Runs one operation at a time with the checkpoint worker; `off` says why it cannot.
+    """Runs one operation at a time with the checkpoint worker. `off` explains why it cannot.
 
-    `overhead_mib` is kept free of leases on each device: a restore leaves this margin. `check`: whether a kernel can be checkpointed.
+    `overhead_mib` of each device is kept free of leases, and restores leave this margin. `check` returns whether a kernel can be
+    checkpointed.
     """
 
     def __init__(
@@ -64,17 +68,21 @@ class Swaps:
         self.suspend = self._suspension.suspend
 
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
-        """Set the callbacks for all kernels. `roots`: a kernel started by another has its own lease. `is_quiet` defaults to always."""
+        """Set the callbacks for all kernels.
+
+        `roots` returns the processes of all kernels, since a kernel that another kernel started has its own lease. Without `is_quiet`,
+        every kernel counts as quiet.
+        """
         self.inspector.roots = roots
         self._suspension.is_quiet = is_quiet
 
     async def glance(self) -> None:
-        """Scan the processes for the next `resume`. If that fails, the resume scans again and reports the error."""
+        """Scan the processes for the next `resume`. If this fails, the resume scans again and reports the error."""
         with suppress(GPUError):
             await self.inspector.scan_processes()
 
     async def shrink(self, kernel: Kernel) -> int | None:
-        """Have an idle kernel free cached memory; return the MiB it still uses, or None on failure. Safe to cancel."""
+        """Have an idle kernel free cached memory. Return the MiB that it still uses, or None on failure. This is safe to cancel."""
         if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
             return None
         try:
@@ -84,22 +92,25 @@ class Swaps:
             return None
 
     async def resume(self, kernel: Kernel, effect: Resume, saved_mib: int) -> tuple[ResumeOutcome, str]:
-        """Return the outcome and a sentence. Cancel only when the broker ends: the resume may stay half done."""
+        """Resume the kernel. Return the outcome and a sentence.
+
+        Cancel this only when the broker ends, because the resume may stay half done.
+        """
         if self.inspector.off:
             return ResumeOutcome.NOT_STARTED, f"the saved state cannot be restored now: {self.inspector.off}"
         device_ids = effect.device_ids
         try:
-            # A restore without room kills the process. So it is never tried to find out whether there is room: the devices are read
-            # first, and a margin covers what another process might take until then.
+            # A restore without room kills the process, so it cannot be used to find out whether there is room. The devices are read first,
+            # and a margin covers what another process might take until the restore.
             device_reads = kernel.measurement.devices_to_read(device_ids)
             host = await self.inspector.take(device_reads, max_age_s=FRESH_S)
             states, _ = await self.inspector.states(kernel, host)
-            # What another broker saved is unknown: its reservation must be free.
+            # It is unknown what another broker saved, so its whole reservation must be free.
             pids = {identity.pid for identity in states}
             lacking = self._lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
             if kernel.identity is None:
-                # It ended since the decision. Its remaining processes are still saved: `survivors` finds them first, since a resume
-                # that restored nothing must not count as done.
+                # The kernel's process has ended since the decision. Its remaining processes are still saved. `survivors` must find them
+                # first, since a resume that restored nothing must not count as done.
                 lacking = "the kernel process ended"
         except GPUError as error:
             return ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {error}"
@@ -111,7 +122,7 @@ class Swaps:
             await self._restore(
                 saved, locked, moves_between(kernel.checkpoint.homes or effect.from_device_ids, device_ids)
             )
-            # The kernel's calls already continue; verify the driver's answer afterwards, to save that time.
+            # The kernel's calls already continue. To save time, the driver's answer is verified only afterwards.
             states = await self._states_of(states)
         except GPUError as error:
             return await self._after_failed_restore(kernel, error)
@@ -122,7 +133,7 @@ class Swaps:
     async def _restore(
         self, saved: Sequence[ProcessIdentity], locked: Sequence[ProcessIdentity], moves: Mapping[str, str] | None
     ) -> None:
-        # All are restored before any is unlocked: no process of the tree runs while a part of the tree is saved.
+        # All processes are restored before any is unlocked, so that no process of the tree runs while a part of the tree is saved.
         for identity in saved:
             await self.worker.restore(identity, moves, self._times.checkpoint_s)
         for identity in (*locked, *saved):
@@ -135,10 +146,10 @@ class Swaps:
     def _lacking_room(
         self, host: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
     ) -> str:
-        """Return a sentence about the first device without room for these processes' saved memory, or "". Raises GPUError.
+        """Return a sentence about the first device without room for the saved memory of these processes, or "". Raises GPUError.
 
-        How saved memory divides between devices is unknown: each must have room for all of it, or for what is reserved there. A
-        device that no other process uses needs no margin: it will never have more room.
+        It is unknown how saved memory is divided among devices, so each must have room for all of it, or for what is reserved there. A
+        device that no other process uses needs no margin, because it will never have more room.
         """
         need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
         for device_id in device_ids:
@@ -177,10 +188,13 @@ class Swaps:
     async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
-        """Return the real state, or None if unknown; finish or undo half-done work if safe. Arguments come from the lease's record."""
+        """Return the real state, or None if it is unknown. Half-done work is finished or undone if this is safe.
+
+        The arguments come from the lease's record.
+        """
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
-                # `survivors` may have to find its remaining processes first.
+                # `survivors` may first have to find the kernel's remaining processes.
                 return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
             host = host or await self.inspector.take()
             states, _ = await self.inspector.states(kernel, host)
@@ -214,7 +228,7 @@ class Swaps:
         device_id: str | None,
         saved_mib: int,
     ) -> bool:
-        """Finish or undo what is half done, if that is safe; return whether anything was half done. Raises GPUError."""
+        """Finish or undo half-done work if this is safe. Return whether there was any. Raises GPUError."""
         kinds = set(states.values())
         if ProcessState.CHECKPOINTED in kinds and len(kinds) > 1:
             await self._restore_rest(kernel, states, device_id, saved_mib)
@@ -235,13 +249,13 @@ class Swaps:
         device_id: str | None,
         saved_mib: int,
     ) -> None:
-        """Restore the rest of a partly saved process tree, if the devices certainly have room. Raises GPUError."""
+        """Restore the rest of a partly saved process tree if the devices certainly have room. Raises GPUError."""
         homes = kernel.checkpoint.homes or ((device_id,) if device_id is not None else ())
         if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
             return
-        # Another kernel that was brought back since may now use the room that was free.
+        # Another kernel that was resumed in the meantime may now use the room that was free.
         host = await self.inspector.take()
-        # The rest goes where the others are: they may have been on the way to another device.
+        # The rest goes to where the others are, because they may have been on the way to another device.
         there = self._where(kernel, host)
         targets = homes if len(homes) > 1 or there is None else (there,)
         rest_mib = _rest_mib(kernel, host, states, saved_mib)
@@ -275,9 +289,10 @@ def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str
 def _rest_mib(
     kernel: Kernel, host: HostSnapshot, states: Mapping[ProcessIdentity, ProcessState], saved_mib: int
 ) -> int:
-    """Return the MiB that the saved processes of a half-saved tree need; 0: unknown.
+    """Return the MiB that the saved processes of a half-saved tree need, or 0 if unknown.
 
-    A later broker knows only the sum. It subtracts locked processes, which have not changed, but not running ones, which may have grown.
+    A later broker knows only the sum. It subtracts locked processes, which have not changed, but not running processes, which may have
+    grown.
     """
     if kernel.checkpoint.sizes:
         saved = [
