@@ -1,15 +1,16 @@
-"""The life of a lease: it is requested and attached, wants the GPU, runs, rests, and ends.
+"""Follows the life of a lease, which is requested and attached, wants the GPU, runs, rests, and ends.
 
-`Lifecycle` has one method per event. `StartReservations` bounds what leases without a process may hold or queue for, since nothing
-guarantees that the process will ever start (admission limits how many such leases an owner may have):
+`Lifecycle` has one method per event. `StartReservations` limits the room that leases without a process may hold or queue for, because
+nothing guarantees that their process will ever start. (Admission limits how many such leases an owner may have.)
 
-- An owner (a user, or the hub's user of a seat) may have one such lease that holds or queues for room, and more within `unattached_share`
-  of the pool's memory. While such leases alone keep out another owner's ticket, it is only one. The rest are `parked`: they file a ticket
-  once an earlier lease has its process, ends or loses its room, behind tickets that other owners have filed since.
-- Their room is kept for `unattached_hold_ms`. After that, a ticket that needs it may take it. While no ticket waits in the pool, the lease
-  keeps its room, so a kernel that starts slowly on an idle machine loses nothing.
+- An owner is a user, or the hub user of a seat. An owner may have one such lease that holds or queues for room, and more of them within
+  `unattached_share` of the pool's memory. While such leases alone keep out another owner's ticket, only one is allowed. The rest are
+  `parked`. A parked lease files a ticket once an earlier lease has its process, ends or loses its room. This ticket is behind the tickets
+  that other owners have filed by then.
+- The room of such a lease is kept for `unattached_hold_ms`. After that, a ticket that needs the room may take it. While no ticket waits in
+  the pool, the lease keeps its room, so that a kernel that starts slowly on an idle machine loses nothing.
 
-`operations` handles what a new broker finds after a restart, and how a quarantine ends.
+`operations` handles the state that a new broker finds after a restart, and the end of a quarantine.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -34,7 +35,7 @@ class StartReservations:
         self._books = changes.books
 
     def request(self, lease: Lease, *, urgent: bool = False) -> None:
-        """File a ticket for a lease that wants room before its process starts, or park it behind its owner's others."""
+        """File a ticket for a lease that wants room before its process starts, or park it behind its owner's other leases."""
         books = self._books
         if lease.ticket is None and lease.lease_id not in books.parked:
             books.parked[lease.lease_id] = lease
@@ -51,7 +52,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True, urgent=urgent)
 
     def file_parked(self) -> None:
-        """File tickets for parked leases, in the order they were parked, as far as their owners' limits allow."""
+        """File tickets for parked leases in the order in which they were parked, as far as their owners' limits allow."""
         if not self._books.parked:
             return
         taken_mib = self._taken_mib()
@@ -67,7 +68,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True)
 
     def _taken_mib(self) -> dict[tuple[str, str], int]:
-        """Return the memory that leases without a process hold or queue for, by owner, MiB."""
+        """Return the memory that leases without a process hold or queue for, in MiB, by pool and owner."""
         taken: dict[tuple[str, str], int] = {}
         for lease in self._books.in_state(LeaseState.UNATTACHED):
             asks = lease.ticket is not None and lease.ticket.before_start
@@ -76,13 +77,13 @@ class StartReservations:
         return taken
 
     def _may_have_more(self, lease: Lease, mib: int) -> bool:
-        """Return whether an owner that already has room may have `mib` in total."""
+        """Return whether the lease's owner, who already has room, may have `mib` in total."""
         pool = self._books.policy(lease)
         share_mib = pool_mib(self._books, pool) * pool.unattached_share_milli // 1000
         return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Return whether leases without a process, and nothing else, keep out another owner's ticket."""
+        """Return whether leases without a process are all that keeps out another owner's ticket."""
         starting: dict[str, int] = {}
         for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
@@ -97,9 +98,10 @@ class StartReservations:
         return False
 
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
-        """Free room whose hold has lapsed, in pools where a ticket waits for room. Return whether any was freed.
+        """Free room that is no longer kept for its lease, in pools where a ticket waits for room. Return whether any was freed.
 
-        `first`: before the queue is served, free it only for tickets that fit nowhere, so that no lease is suspended needlessly.
+        Set `first` before the queue is served. Room is then freed only for tickets that fit nowhere, so that no lease is suspended
+        needlessly.
         """
         freed = False
         for lease in self._books.in_state(LeaseState.UNATTACHED):
@@ -128,7 +130,7 @@ class StartReservations:
         kept, mib = self._books.policy(lease).unattached_hold_ms, lease.held_mib
         self._changes.withdraw_ticket(lease)  # it may have waited to grow
         self._books.set_reservation(lease, ())
-        # Otherwise its owner's next lease, which has not used anything either, would be served first, over and over.
+        # Otherwise its owner's next lease, which has not used anything either, would be served first again and again.
         self._books.accounts.fall_behind(lease)
         self._changes.change_state(
             lease,
@@ -143,7 +145,7 @@ def _owner(lease: Lease) -> tuple[str, str]:
 
 
 class Lifecycle:
-    """The events of a lease, one method each."""
+    """Applies the events of leases, with one method for each."""
 
     def __init__(self, changes: Changes, memory_caps: MemoryCaps) -> None:
         self._changes = changes
@@ -196,7 +198,7 @@ class Lifecycle:
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """Keep the lease's room for processes that outlived its kernel. It counts as busy; saved state gets a ticket."""
+        """Keep the lease's room for processes that outlived its kernel. The lease counts as busy, and gets a ticket if it is saved."""
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return
@@ -218,13 +220,13 @@ class Lifecycle:
         changes.requeued |= self._books.waiting_pools  # tickets waiting for its room show why
 
     def exited(self, lease: Lease) -> None:
-        """Free everything the lease holds, since its process is gone."""
+        """Free everything that the lease holds, because its process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
         end_pin(self._changes, lease, "the kernel process ended, so its pin has ended too")
         if lease.busy and not lease.left_behind:
             self._changes.forecast_recorder.busy_changed(lease, busy=False)
-        if lease.revoked:  # it has no server that could start another kernel
+        if lease.revoked:  # there is no server that could start another kernel
             self._changes.end(lease, Cause.RELEASED, "seat-ended")
             return
         self._changes.release_everything(lease)
@@ -239,7 +241,7 @@ class Lifecycle:
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> None:
-        """Let the kernel's cell in, or file a ticket for it."""
+        """Let the kernel's cell in, or file a ticket for the lease."""
         if lease.revoked:
             return
         self._expectations.came_true(lease)
@@ -262,7 +264,7 @@ class Lifecycle:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
 
     def unwanted(self, lease: Lease, *, interrupted: bool = False) -> None:
-        """Withdraw the ticket, unless a preempted cell, a growing lease or a left-behind process needs it."""
+        """Withdraw the ticket, unless it is needed by a preempted cell, a growing lease or a process that was left behind."""
         ticket = lease.ticket
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
@@ -283,7 +285,7 @@ class Lifecycle:
         """Record that the kernel has become busy or idle."""
         if lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return
-        if busy and by_cell:  # a completion may have made it busy already
+        if busy and by_cell:  # the kernel may be busy already because of a completion
             self._expectations.came_true(lease)
         if busy == lease.busy:
             return
@@ -304,7 +306,7 @@ class Lifecycle:
             self._books.note_unreserved(lease)
 
     def shrunk(self, lease: Lease, event: Shrunk) -> None:
-        """Record whether the kernel released its caches."""
+        """Record whether the kernel freed its caches."""
         if (
             not lease.shrink.is_requested
             or lease.generation != event.generation
@@ -317,7 +319,7 @@ class Lifecycle:
             self._books.refresh(lease)
 
     def suspend_requested(self, lease: Lease, by: str) -> None:
-        """Accept or decline a request by `by` (its user, an administrator) to suspend the lease."""
+        """Accept or decline a request to suspend the lease. `by` says who made it, such as its user or an administrator."""
         if lease.state is not LeaseState.RESIDENT:
             sentence = f"the kernel is {lease.state}: only a resident kernel can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)
@@ -332,7 +334,7 @@ class Lifecycle:
             lease.suspend_requested_by = by  # `Scheduler` begins it, or declines with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Record whether the process can be checkpointed. If it can again, past failures no longer delay a suspend."""
+        """Record whether the process can be checkpointed. If it can again, earlier failures no longer delay a suspend."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

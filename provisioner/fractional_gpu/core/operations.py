@@ -1,10 +1,11 @@
-"""Results of suspends and resumes, and recovery of leases after a restart or in an unknown state.
+"""Applies the results of suspends and resumes, and recovers leases after a restart or in an unknown state.
 
 **Suspends and resumes** succeed, are rolled back and retried after a pause, or leave their lease in quarantine.
 
 **Restarts.** A new broker does not replay events. It asks /proc and the driver for the real state of each lease in the ledger, and reports
-it in one `LeaseRecovered` (`recovered`): no process, a process without a context, resident, suspended, or unknown. The lease then holds
-what it was found to hold, even if that exceeds what is free. A lease in an unknown state is quarantined.
+this state with a `LeaseRecovered` event (`recovered`). The lease has no process, has a process without a context, is resident, is
+suspended, or is in an unknown state. It then keeps the memory that it really holds, even if that exceeds what is free. A lease in an
+unknown state is quarantined.
 
 **Quarantined leases** keep everything that they may hold. The broker checks again until it knows their real state (`truth_found`).
 """
@@ -36,13 +37,13 @@ _FOUND = {
     LeaseState.SUSPENDED: (Cause.FOUND_SUSPENDED, "this kernel's memory saved on the host"),
     LeaseState.QUARANTINED: (Cause.FOUND_UNKNOWN, "this kernel in an unknown state, which it is checking"),
 }
-"""The states in which a lease can be found: the cause of the transition, and what was found, for people."""
+"""For each state in which a lease can be found, the cause of the transition and a description for people."""
 
 _NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 
 
 class OperationResults:
-    """Applies the results of suspends and resumes, and what the broker found out about leases."""
+    """Applies the results of suspends and resumes, and the states in which the broker found leases."""
 
     def __init__(self, changes: Changes, lifecycle: Lifecycle) -> None:
         self._changes = changes
@@ -80,7 +81,7 @@ class OperationResults:
                 self._roll_back(lease, event.outcome, sentence)
 
     def host_memory_needed(self, lease: Lease, event: HostMemoryNeeded) -> None:
-        """Reserve more host memory for a suspend under way, if that much is left."""
+        """Reserve more host memory for a suspend under way, if enough is left."""
         is_current = lease.operation == Operation(event.operation_id, lease.lease_id, SUSPEND, event.generation)
         if is_current and 0 < event.need_mib - lease.host_mib <= self._books.host_left_mib:
             self._books.set_host_memory(lease, reserved_mib=event.need_mib)
@@ -131,7 +132,7 @@ class OperationResults:
                 changes.quarantine(lease, sentence)
 
     def recovered(self, event: LeaseRecovered) -> None:
-        """Take over a lease that a new broker found. Raises ValueError for a state not in `_FOUND`."""
+        """Take over a lease that a new broker found. Raise ValueError if its state is not in `_FOUND`."""
         if event.state not in _FOUND:
             allowed = ", ".join(sorted(_FOUND))
             raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; expected {allowed}")
@@ -155,7 +156,7 @@ class OperationResults:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
     def truth_found(self, lease: Lease, event: TruthFound) -> None:
-        """Apply what was found out about a quarantined lease."""
+        """Apply the real state of a quarantined lease."""
         changes, state = self._changes, event.state
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
             changes.record(lease.lease_id, "answer.stale", f"it was found {state}, but another answer came first")
@@ -170,7 +171,7 @@ class OperationResults:
             # Only one device is named. If it was one of the lease's old devices, the lease is on all of those; otherwise only on that one.
             device_ids = lease.home_ids if event.device_id in lease.home_ids else (event.device_id,)
         if state is LeaseState.SUSPENDED:
-            device_ids = lease.home_ids or device_ids  # a failed resume leaves it bound to its old ones
+            device_ids = lease.home_ids or device_ids  # a failed resume leaves it bound to its old devices
         is_unknown = state not in _FOUND or state is LeaseState.QUARANTINED
         if is_unknown or (state in _NEEDS_DEVICE and not device_ids):
             changes.record(lease.lease_id, "truth.impossible", f"it was found {state}, which needs another check")
@@ -190,7 +191,7 @@ class OperationResults:
             self._leave_devices(lease, *told)
 
     def _settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
-        """Record what a lease found in this state holds, even if that exceeds what is free. It keeps at least what it held."""
+        """Record the memory that a lease in this state holds, even if it exceeds what is free. The lease keeps at least what it held."""
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
@@ -210,13 +211,13 @@ class OperationResults:
             self._changes.restart_expiry(lease)
 
     def _stay_on_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Make a lease resident that is still on its devices, or back on them."""
+        """Make a lease resident that is still on its devices or back on them."""
         self._changes.change_state(lease, cause, reason, sentence)
         self._changes.emit_granted(lease)
         self._resizer.claim_missing(lease)
 
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the state of a lease that has left its devices. It gets its claimed size; a preempted cell gets a ticket."""
+        """Change the state of a lease that has left its devices. Apply the size that it claimed, and file a ticket for a preempted cell."""
         changes, ticket = self._changes, lease.ticket
         lease.retries.forget_suspends()
         claim = ticket.resize_to if ticket is not None else None
@@ -242,7 +243,7 @@ class OperationResults:
             changes.record_wait_reason(lease, Reason("wait.preempted", why))
 
     def _drop_ticket(self, lease: Lease) -> None:
-        """Drop the ticket of a lease that is still on its devices, or back on them, except a claim to grow."""
+        """Drop the ticket of a lease that is still on its devices or back on them, unless the ticket is a claim to grow."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             ticket.after_suspend, ticket.kept_on = None, ()

@@ -1,9 +1,16 @@
 """After every event, the scheduler serves the waiting leases as far as possible.
 
-It works in this order: end leases whose time is up; save leases whose device goes away; begin suspends that were requested, or that a
-breached cap, a drained device, an ended seat or a stranger demands; serve tickets; relieve host memory; resume leases whose cells are
-expected; relieve devices whose busy leases slow each other down; suspend leases that have been idle long enough; move idle leases to empty
-devices. All of these share the swap channels.
+It takes these steps, in this order. All of them share the swap channels.
+
+1. End leases whose time is up.
+2. Save leases whose device goes away.
+3. Begin suspends that were requested, or that a breached cap, a drained device, an ended seat or a stranger makes necessary.
+4. Serve tickets.
+5. Relieve host memory.
+6. Resume leases whose cells are expected.
+7. Move leases off devices where busy leases slow each other down.
+8. Suspend leases that have been idle long enough.
+9. Move idle leases so that devices become empty.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -22,7 +29,7 @@ from fractional_gpu.core.suspend import lacks_device
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_memory
 
-_SPARE_PASSES = 4  # per event, in addition to two for each waiting lease; even a second pass is rare
+_SPARE_PASSES = 4  # per event, in addition to two passes for each waiting lease; even a second pass is rare
 
 
 class Scheduler:
@@ -51,7 +58,7 @@ class Scheduler:
         self.start_reservations.reclaim_lapsed(first=True)
         self.start_reservations.file_parked()
         self._serve_tickets()
-        # Holds lapse only while tickets still wait. Each round frees room for them.
+        # Room is taken from leases without a process only while tickets still wait. Each round frees room for these tickets.
         while self.start_reservations.reclaim_lapsed():
             self.start_reservations.file_parked()
             self._serve_tickets()
@@ -66,7 +73,7 @@ class Scheduler:
             self._await_next(lease)
 
     def _serve_tickets(self) -> None:
-        # Bounded: each further pass follows a ticket that was served, or that turned out to need more.
+        # The number of passes is bounded, because each further pass follows a ticket that was served or that turned out to need more.
         for _ in range(_SPARE_PASSES + 2 * len(self._books.waiting)):
             if not self._books.waiting:
                 break
@@ -87,12 +94,12 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when to serve again if no event comes before, or None. The end of an operation is an event, so it needs no alarm."""
+        """Return when to serve the leases again if no event comes before then, or None. The end of an operation is itself an event."""
         due = (self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 
     def _take_due(self, lease: Lease) -> None:
-        """Act on deadlines of the lease that have passed, except idle suspends."""
+        """Act on the lease's deadlines that have passed, except on the one for an idle suspend."""
         now_ms = self._changes.now_ms
         if lease.expires_ms is not None and lease.expires_ms <= now_ms:
             self._changes.end(lease, Cause.EXPIRED, "expired")
@@ -131,7 +138,7 @@ class Scheduler:
                 self._changes.begin_suspend(lease, "suspend.asked", f"suspended because of {by}")
 
     def move_requested(self, lease: Lease, device_id: str | None) -> None:
-        """Move the lease on an administrator's request, at once or not at all."""
+        """Move the lease at once, as an administrator requested, or decline the request."""
         wait = (lease.state is LeaseState.RESIDENT and self.cannot_suspend(lease)) or move_on_request(
             self._changes, lease, device_id
         )
@@ -150,7 +157,7 @@ class Scheduler:
                 self._changes.begin_suspend(lease, "suspend.breach", "it uses more than its cap")
 
     def cannot_suspend(self, lease: Lease) -> Reason | None:
-        """Return why a resident, idle lease cannot be suspended now, or None."""
+        """Return why a resident, idle lease cannot be suspended now, or None if it can."""
         if lease.is_unsuspendable:
             return Reason("not-checkpointable", lease.unsuspendable_reason)
         if lacks_device(self._books, lease):

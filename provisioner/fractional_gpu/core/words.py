@@ -1,9 +1,10 @@
-"""Explains waits (a code, a sentence and the leases in the way) and slowdowns of cells to users.
+"""Explains waits and slowdowns of cells to users.
 
-The reason for a wait is the first that applies: the state of the ticket's lease, the last pass over the queue, a pause after a failed
-resume, the room on its devices. The sentence has a clause for each lease in the way: what it does, and until when. Kernels of the same user
-are named by their labels. Any other is "another user's kernel", without the messages of its driver or process. Its owner is named only for
-processes that an ended kernel left behind, because the owner may not know about them.
+A wait has a reason, which consists of a code, a sentence and the leases in the way. The reason is the first that applies: the state of the
+ticket's lease, the last pass over the queue, a pause after a failed resume, or the room on its devices. For each lease in the way, a clause
+of the sentence says what the lease does and until when. Kernels of the same user are named by their labels. Any other is "another user's
+kernel", without the messages of its driver or process. Its owner is named only for processes that an ended kernel left behind, because the
+owner may not know about them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from fractional_gpu.core.suspend import preempts_from_ms, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 STRANGERS_HOLD = "processes without a lease use the rest"
-"""Who is in the way of `wait.stranger`. The broker knows the processes, and names them instead."""
+"""What `wait.stranger` says is in the way. The broker, which knows the processes, names them instead."""
 
 _MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
@@ -43,14 +44,17 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
 
 
 def wait_code(books: Books, lease: Lease, ticket: Ticket) -> str:
-    """Return the code of `wait_reason`, but faster."""
+    """Return the code of `wait_reason`. This is faster than `wait_reason`."""
     if not lease.waits_for_room or ticket.wait is not None or lease.retries.resume_after_ms > books.now_ms:
         return wait_reason(books, lease, ticket).code
     return reason_code(books, lease, allowed_devices(books, lease), lease.ask_mib)
 
 
 def _state_reason(lease: Lease) -> Reason:
-    """Return why a ticket cannot be served even with room: its lease is in an operation, in quarantine, or has not started."""
+    """Return why a ticket cannot be served even if there is room.
+
+    Its lease is in an operation or in quarantine, or has not started.
+    """
     if lease.state is LeaseState.QUARANTINED and lease.reason == FOUND_FAILED:
         return Reason("wait.failed", lease.sentence)
     code = {
@@ -62,7 +66,7 @@ def _state_reason(lease: Lease) -> Reason:
 
 
 def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Reason:
-    """Return `reason_code` as a reason, with a sentence and the leases in the way."""
+    """Return the reason for `reason_code`, with a sentence and the leases in the way."""
     reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
@@ -88,7 +92,7 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
 
 
 def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
-    """Return the code for a ticket that fits nowhere, even if idle leases leave."""
+    """Return the code of the reason for a ticket that fits nowhere, even if idle leases leave."""
     if not devices:
         return _no_device_code(books, lease)
     free = possible = strangers = working = 0
@@ -124,7 +128,7 @@ def stranger_devices(books: Books, lease: Lease) -> list[str]:
 
 
 def turns_end_ms(books: Books, lease: Lease) -> int | None:
-    """Return when enough busy leases can be preempted to make room for the lease, or None if time alone does not help."""
+    """Return when enough busy leases can be preempted to make room for the lease, or None if waiting does not help."""
     if not lease.waits_for_room:
         return None
     found = list[int]()
@@ -148,7 +152,7 @@ def _no_device_code(books: Books, lease: Lease) -> str:
 
 
 def _blockers(books: Books, holders: Sequence[Lease]) -> Sequence[Lease]:
-    """Return the leases that the ticket waits for: busy ones, the longest busy first, then others that cannot leave now."""
+    """Return the leases that the ticket waits for. Busy leases come first, from the longest busy, then others that cannot leave now."""
     busy = sorted((other for other in holders if other.busy), key=lambda one: (one.last_active_ms, one.number))
     return [*busy, *(other for other in holders if not other.busy and _does_not_leave(books, other))] or holders
 
@@ -161,7 +165,7 @@ def _does_not_leave(books: Books, lease: Lease) -> bool:
 
 
 def _describe_blockers(books: Books, lease: Lease, blockers: Sequence[Lease]) -> str:
-    """Return why the blockers do not make room for the lease now: a clause for each of the first few."""
+    """Return why the blockers do not make room for the lease now, with a clause for each of the first few."""
     clauses: dict[str, int] = {}
     for other in blockers[:_MOST_DESCRIBED]:
         mine = other.spec.is_same_user(lease.spec)
@@ -223,14 +227,17 @@ def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
 
 
 def _about(ms: int) -> str:
-    """Return a coarse duration: each change of it redraws a waiting cell."""
+    """Return the duration in coarse steps, because each change redraws a waiting cell."""
     if ms < _MINUTE_MS:
         return "10 s" if ms <= 10_000 else "a minute"
     return format_duration(ms + _MINUTE_MS - 1)
 
 
 def _left_behind(lease: Lease, *, mine: bool) -> str:
-    """Return what an ended kernel left on the device, whose it was, and how to end it. Its owner has no cell that shows it."""
+    """Return what an ended kernel left on the device, who owned the kernel, and how to end what is left.
+
+    The message may name the owner to other users, because the ended kernel has no cell in which the owner would see it.
+    """
     owner = lease.spec.owner
     whose = display_name(lease) if mine else f"a kernel of {owner}"
     who = "end it" if mine else f"{owner} or an administrator can end it"
@@ -238,12 +245,12 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return the name of `other` in messages for `reader`: its notebook if both have the same user, else an anonymous name."""
+    """Return the name of `other` in messages for `reader`. It is the notebook's if both have the same user, and otherwise anonymous."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 
 def display_name(lease: Lease) -> str:
-    """Return the lease's name for its owner: its notebook without folders, else the first digits of its id."""
+    """Return the lease's name for its owner. It is the notebook's name without folders, or the first digits of the lease's id."""
     label = lease.spec.label
     if not label:
         return f"kernel {lease.lease_id[:8]}"
@@ -254,10 +261,11 @@ def display_name(lease: Lease) -> str:
 
 
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
-    """Return how much neighbours slow down the lease's cell, or would on the device it waits for, and who they are.
+    """Return how much neighbours slow down the lease's cell, and who they are.
 
-    The learnt demand of busy leases (`place`) is corrected by how long cells took with and without neighbours (`forecasts`). For a waiting
-    lease, take the device that has most room left by busy leases, without those that must leave.
+    For a waiting lease, return how much neighbours would slow it down on the device where busy leases leave the most room, without the
+    leases that must leave. The estimate is based on the learnt demand of busy leases (`place`), and is corrected by how long cells took
+    with and without neighbours (`forecasts`).
     """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
@@ -278,7 +286,7 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
 
 
 def _staying(device: Device, lease: Lease) -> list[Lease]:
-    """Return the busy leases that fit on the device together with this one, the smallest first."""
+    """Return the busy leases that fit on the device together with this lease, the smallest first."""
     left_mib = device.lease_capacity_mib - lease.size_mib
     staying = []
     for other in sorted(busy_others(device, lease), key=lambda one: (one.held_mib, one.number)):
