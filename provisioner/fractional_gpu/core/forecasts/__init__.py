@@ -1,1 +1,1 @@
-"""What is learnt from swaps, cells and waits, its accuracy, and advice about shares."""
+"""Forecasts learnt from swaps, cells and waits, their accuracy, and advice about shares."""

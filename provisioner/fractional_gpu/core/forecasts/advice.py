@@ -1,17 +1,17 @@
-"""Advice about shares: which share on offer would be enough for a notebook, and how often it would have been too small.
+"""Advises which share on offer would be enough for a notebook, and how often that share would have been too small.
 
 **Memory.** A share fits if every day's peak plus a margin is within its memory. The margin is a twentieth, or the growth expected in two
-weeks if that is more. A day on which the share was full counts as short for that share and all smaller ones, and as unknown for larger
-ones. The next day is short with a probability of at most about (short + unknown + 1) / (days + 2), Laplace's rule of succession.
+weeks if that is more. A day on which a share was full counts as short for that share and all smaller shares, and as unknown for larger
+shares. The probability that the next day is short is at most about (short + unknown + 1) / (days + 2), by Laplace's rule of succession.
 
-**Compute.** With time slicing, a cell takes longer if neighbours use the rest of the device; `time_slicing` computes by how much. A share
-with a mean slowdown of more than a fifth is not suggested, unless the present share is just as slow. With MPS, a share limits what a cell
-can use: a cell that needs n times its share takes n times as long.
+**Compute.** With time slicing, a cell takes longer if neighbours use the rest of the device, and `time_slicing` computes how much longer. A
+share with a mean slowdown of more than a fifth is not suggested, unless the present share is just as slow. With MPS, a share limits what a
+cell can use, so a cell that needs n times its share takes n times as long.
 
-**Suggestions.** Advice changes nothing automatically. A smaller share is suggested if it would have been short on no day of at least a
-week. A larger share is suggested if the present one was full on a day, is too small for the growth, or (with MPS) slows cells down. After a
-full day, it has at least twice the memory, and at least `predicted_peak_mib`. Days with an advised share are counted separately; one full
-day rules it out.
+**Suggestions.** Advice changes nothing automatically. A smaller share is suggested if it would not have been short on any day of at least a
+week. A larger share is suggested if the present share was full on a day, is too small for the growth, or (with MPS) slows cells down. After
+a full day, the suggested share has at least twice the memory and at least `predicted_peak_mib`. Days with a suggested share are counted
+separately, and one full day rules that share out.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from fractional_gpu.core.units import format_fraction, format_memory, plural
 
 LEAST_DAYS = 3
 LEAST_DAYS_SMALLER = 7  # required before a smaller share is suggested
-LEAST_BUSY_MS = 10 * 60_000  # of cells; with fewer days or less time, nothing is suggested
+LEAST_BUSY_MS = 10 * 60_000  # run time of cells that is required before anything is suggested
 LEAST_DAY_MS = 60_000  # shorter days do not count, unless they were full
 HORIZON_DAYS = 14  # how long growth is expected to continue
 _MARGIN_MILLI = 50
@@ -37,7 +37,7 @@ _MOST_GROWTH_MILLI = 1_000
 
 
 class Verdict(StrEnum):
-    """What is suggested. The values are part of the protocol."""
+    """The kinds of suggestions. The values are part of the protocol."""
 
     SMALLER = "smaller"
     LARGER = "larger"
@@ -51,22 +51,22 @@ class Risk:
 
     share: Share
     short_days: int
-    unknown_days: int  # a smaller share was full, and this one may have been too small, too
+    unknown_days: int  # a smaller share was full, so this share may have been too small, too
     days: int
     short_milli: int  # upper bound on the probability that the next day is short of memory, thousandths
-    slowed_milli: int  # mean slowdown if neighbours use all the rest, thousandths; 0: not measured
+    slowed_milli: int  # mean slowdown if neighbours use the rest of the device, thousandths; 0 if not measured
 
 
 class Peak(NamedTuple):
     """A day's peak of memory."""
 
     mib: int
-    seen: bool  # false if the share was full, so that more may have been needed
+    seen: bool  # false if the share was full, because more may then have been needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenAdvice:
-    """A suggestion that its owner has seen."""
+    """A suggestion that the notebook's owner has seen."""
 
     day: int  # when it was first shown, days since 1970
     before_milli: int
@@ -85,7 +85,10 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A suggestion with its figures. `risk` is of the suggested share (or the present one), `smaller` of the next smaller share."""
+    """A suggestion with its figures.
+
+    `risk` is that of the suggested share, or of the present share if none is suggested. `smaller` is that of the next smaller share.
+    """
 
     verdict: Verdict
     present: Risk
@@ -109,7 +112,10 @@ def advise(
     bounded: bool = False,
     given: GivenAdvice | None = None,
 ) -> Advice:
-    """Return what the record suggests. `offers`: the pool's shares; `bounded`: a share limits the use of cells (MPS)."""
+    """Return the advice that follows from the recorded days.
+
+    `offers` has the shares that the pool offers. `bounded` is true if a share limits how much of a device cells can use (MPS).
+    """
     days = [one for one in days if one.held_ms >= LEAST_DAY_MS or one.is_full]
     peaks, use = _peaks(days), _use(days)
     growth = _growth_milli(peaks)
@@ -150,7 +156,7 @@ def _choose(
         return (Verdict.UNKNOWN, now) if now.days < LEAST_DAYS_SMALLER else (Verdict.SMALLER, best)
     if best.share.milli > now.share.milli:
         if any(one.is_full and one.share.memory_mib >= now.share.memory_mib for one in days):
-            # The need is unknown: take at least twice the memory, and what earlier days predict.
+            # The need is unknown, so take at least twice the memory, and at least what earlier days predict.
             need = max(2 * now.share.memory_mib, predicted_peak_mib(list(peaks.values()), HORIZON_DAYS))
             enough = [risk for risk in fit if risk.share.memory_mib >= need]
             return Verdict.LARGER, enough[0] if enough else risks[-1]
@@ -212,12 +218,12 @@ _PRIOR_SCALE = 0.5  # a peak e times larger is e squared times rarer
 
 
 def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
-    """Return the median of the largest peak in the next `days` days, MiB.
+    """Return the median of the largest peak in the next `days` days, in MiB.
 
-    The model: days are independent, and above the median the logarithms of peaks are exponentially distributed (a Pareto tail). The scale
-    of the tail is the sum of all excesses divided by the number of fully seen peaks (Hill 1975; Beirlant et al. 2007 for censored
-    observations). A short record says little about the tail, so the estimate starts with `_PRIOR_DAYS` days of an assumed scale. These and
-    the threshold were chosen on seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
+    The model assumes that days are independent, and that the logarithms of peaks above the median are exponentially distributed (a Pareto
+    tail). The scale of the tail is the sum of all excesses divided by the number of fully seen peaks (Hill 1975; Beirlant et al. 2007 for
+    censored observations). A short record says little about the tail, so the estimate starts with `_PRIOR_DAYS` days of an assumed scale.
+    These constants and the threshold were chosen on seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
     """
     ordered = sorted(peaks)
     median = ordered[(len(ordered) - 1) // 2].mib
@@ -229,9 +235,10 @@ def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
 
 
 def _growth_milli(peaks: Mapping[int, Peak]) -> int:
-    """Return the expected growth of peaks in `HORIZON_DAYS`, thousandths of the largest; 0 without a trend or enough days.
+    """Return the expected growth of peaks in `HORIZON_DAYS`, in thousandths of the largest peak, or 0 without a trend or enough days.
 
-    It is the median slope over all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend at 1 %.
+    The growth follows the median slope over all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend
+    at the 1 % level.
     """
     count = len(peaks)
     if count < 2 * LEAST_DAYS:
@@ -247,7 +254,7 @@ def _growth_milli(peaks: Mapping[int, Peak]) -> int:
 
 
 def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp | None:
-    """Return how the suggested share performed, or None if it was not used."""
+    """Return how the suggested share has performed since, or None if it was not used."""
     since = [one for one in days if given is not None and one.day >= given.day and one.share.milli == given.milli]
     if given is None or not since:
         return None
@@ -261,7 +268,7 @@ def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp |
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return pairs (use in thousandths of a device, ms at that use). The use of a bin is its upper bound."""
+    """Return pairs of a use, in thousandths of a device, and the time in ms at that use. Each bin counts with its upper bound."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)
@@ -269,7 +276,7 @@ def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
 
 
 def _mean(parts: Sequence[tuple[int, int]]) -> int:
-    """Return the mean of (value, ms) pairs, weighted by ms; 0 without pairs."""
+    """Return the mean of the values in (value, ms) pairs, weighted by ms, or 0 if there are no pairs."""
     whole_ms = sum(ms for _, ms in parts)
     return sum(value * ms for value, ms in parts) // whole_ms if whole_ms else 0
 
@@ -287,7 +294,7 @@ _WORTH_A_WORD_MILLI = 1_005  # smallest slowdown worth mentioning
 
 
 def sentence(advice: Advice) -> str:
-    """Return the advice as sentences, without the last full stop; empty without advice."""
+    """Return the advice as sentences without the last full stop, or an empty string if nothing is suggested."""
     parts = []
     if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
         why = "would suffice" if advice.verdict is Verdict.SMALLER else "is suggested"
@@ -306,7 +313,7 @@ def sentence(advice: Advice) -> str:
 
 
 def brief(advice: Advice) -> str:
-    """Return brief advice, such as `1/4 GPU would have been enough on 12 of 12 days`, or an empty string."""
+    """Return the advice in brief, such as `1/4 GPU would have been enough on 12 of 12 days`, or an empty string."""
     risk = advice.risk
     if advice.verdict is Verdict.SMALLER:
         return f"{_share(risk)} would have been enough on {risk.days - risk.short_days} of {plural(risk.days, 'day')}"

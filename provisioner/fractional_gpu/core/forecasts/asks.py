@@ -1,6 +1,6 @@
-"""The sizes that leases of a pool request: the memory on each device, and the number of devices.
+"""The sizes that leases of a pool request. A size is the memory on each device and the number of devices.
 
-Every ticket for room counts, unless its lease reserves by use, because then its size changes.
+Every ticket for room counts, unless its lease reserves memory by use, because the size then changes.
 """
 
 from collections import Counter
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Size = tuple[int, int]
-"""MiB on each device, and the number of devices."""
+"""The memory on each device, in MiB, and the number of devices."""
 MOST_REQUESTS = 512  # the last requests of a pool
 
 
@@ -34,7 +34,7 @@ class RequestedSizes:
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
 
     def usable(self, free_mib: int) -> int:
-        """Return how much of a device's free memory the requests for one device could use, MiB times requests."""
+        """Return how much of a device's free memory the requests for one device could use, in MiB times requests."""
         return sum([free_mib // mib * mib * weight for mib, weight in self._singles if mib <= free_mib])
 
 

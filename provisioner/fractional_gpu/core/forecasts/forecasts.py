@@ -1,18 +1,19 @@
-"""Forecasts of swaps, cells, gaps between cells, waits and demands, learnt from earlier ones.
+"""Forecasts of swaps, cells, gaps between cells, waits and demands, learnt from earlier outcomes.
 
 A forecast is the median of the last outcomes of its kind. Forecasts shown to people have bounds, which a `Band` corrects. Decisions use
-expected values, with one exception: kernels are saved before a device goes away by the bounds, because a forecast that is too short loses
-state (`widest_swap_span`).
+expected values, with one exception. Kernels on a device that goes away are saved in time for the upper bound, because state is lost if a
+forecast is too short (`widest_swap_span`).
 
-- Swaps: a line through the last swaps of one kind on one device model.
-- Cells and gaps: the lease's last ones, mixed with a few typical ones of all leases.
-- Waits: `queue_wait` computes them from the queue; the last waits of the same kind and similar length correct them here.
-- Slowdowns by busy neighbours: a model of contention, corrected by the last cells.
-- Demands, and how often a sign of a coming cell is right: decaying means per lease; a new lease starts from the mean of all.
-- What cells lose because idle leases hold memory (`HoldCosts`), and the sizes that leases request (`RequestedSizes`).
+- Swaps are forecast by a line through the last swaps of one kind on one device model.
+- Cells and gaps are forecast from the lease's last cells and gaps, mixed with a few typical ones of all leases.
+- Waits are computed from the queue by `queue_wait`. Here the last waits of the same kind and similar length correct them.
+- Slowdowns by busy neighbours follow a model of contention, corrected by the last cells.
+- Demands, and how often a sign of a coming cell is right, are decaying means per lease. A new lease starts from the mean of all leases.
+- Two more things are learnt: the time that cells lose because idle leases hold memory (`HoldCosts`), and the sizes that leases request
+  (`RequestedSizes`).
 
-Memory is bounded: a lease costs a few kilobytes from its first cell until `forget`. Callers pass the time, in ms of the arbiter's clock.
-Results are deterministic, so the arbiter can base decisions on them.
+Memory is bounded. A lease takes up a few kilobytes from its first cell until `forget`. Callers pass the time in ms of the arbiter's clock.
+Results are deterministic, so that the arbiter can base decisions on them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -53,7 +54,7 @@ def _span(expected: float, low: float, high: float) -> Span:
 #
 # The slope is the median slope between any two swaps of different sizes, and the fixed time is the median remainder (Theil 1950, Sen 1968).
 # A few outliers do not move the line, and a slower device is noticed once half of the swaps are slower. Published times count as two more
-# swaps, scaled to the device: if they are ten times too slow, the first swap corrects that for all sizes.
+# swaps, and are scaled to the device. If they are ten times too slow, the first swap corrects that for all sizes.
 
 
 _FIRST_LINES = {SUSPEND: (300.0, 1 / 1.8), RESUME: (300.0, 1 / 4.0)}  # fixed ms, ms per MiB
@@ -62,7 +63,7 @@ _FIRST_SIZES_MIB = (0, 8192)  # of the two swaps with published times
 
 
 def _line(first: tuple[float, float], swaps: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Fit a line to (MiB, ms) swaps. Returns the fixed ms and the ms per MiB, neither negative."""
+    """Fit a line to pairs of MiB and ms. Return the fixed time in ms and the slope in ms per MiB, neither of which is negative."""
     fixed, slope = first
     if not swaps:
         return first
@@ -83,7 +84,7 @@ def _line(first: tuple[float, float], swaps: Sequence[tuple[int, int]]) -> tuple
 # starts with the typical ones.
 
 
-_NEVER_MS = 1 << 30  # 12 days: a gap that the end of the kernel ended, and the longest duration
+_NEVER_MS = 1 << 30  # 12 days, the longest duration; it also stands for a gap that lasted until the kernel ended
 _OWN, _COMMON, _TYPICAL = 32, 256, 9
 # Sixteen quantiles from published traces of notebook use, seconds. The medians are 2 minutes for cells and 3 minutes for gaps.
 _CELLS_S = (8, 19, 31, 42, 57, 75, 93, 111, 143, 188, 233, 278, 380, 545, 830, 2_150)
@@ -92,7 +93,7 @@ _GAPS_S = (12, 26, 39, 53, 75, 105, 135, 165, 218, 293, 368, 443, 893, 1_718, 3_
 
 @dataclass
 class Durations:
-    """The last durations of each lease and of all leases, ms."""
+    """The last durations of each lease and of all leases, in ms."""
 
     common: list[int]
     own: dict[str, list[int]] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class Durations:
         return [int(quantile(ordered, (2 * one + 1) / (2 * _TYPICAL))) for one in range(_TYPICAL)]
 
     def add(self, lease_id: str | None, duration_ms: int) -> None:
-        """Record a duration; `lease_id` is None if the lease is over."""
+        """Record a duration. `lease_id` is None if the lease is over."""
         duration_ms = min(duration_ms, _NEVER_MS)
         if lease_id is not None:
             add_last(self.own.setdefault(lease_id, []), duration_ms, _OWN)
@@ -111,12 +112,15 @@ class Durations:
         self.__dict__.pop("typical", None)
 
     def of(self, lease_id: str) -> Sequence[int]:
-        """Return the lease's own and the typical durations, sorted."""
+        """Return the lease's own durations and the typical ones together, sorted."""
         return sorted([*self.own.get(lease_id, ()), *self.typical])
 
 
 def rest_ms(durations: Sequence[int], elapsed_ms: int, part: float) -> int:
-    """Return a quantile of the time left after `elapsed_ms`. If no duration was longer, the median is `elapsed_ms`."""
+    """Return a quantile of the remaining time after `elapsed_ms`.
+
+    If no earlier duration was longer, the median remaining time is `elapsed_ms`.
+    """
     longer = durations[bisect_left(durations, elapsed_ms) :]
     if not longer:
         return int(elapsed_ms * part / (1 - part))
@@ -129,7 +133,7 @@ def _rest_span(durations: Sequence[int], elapsed_ms: int) -> Span:
 
 
 def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> int:
-    """Return the probability of ending within the next `within_ms`, after `elapsed_ms`, thousandths."""
+    """Return the probability that something that has lasted `elapsed_ms` ends within the next `within_ms`, in thousandths."""
     gone = bisect_right(durations, elapsed_ms)
     if gone == len(durations):
         return 0
@@ -137,7 +141,7 @@ def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> i
 
 
 class Rhythm(NamedTuple):
-    """The window in which a lease's next cell is likely, and its probability, thousandths."""
+    """The window in which a lease's next cell is likely, and the probability of that cell in thousandths."""
 
     from_ms: int
     until_ms: int
@@ -154,7 +158,7 @@ _SHORTEST_WINDOW_MS = 20_000
 
 @dataclass(slots=True)
 class Mean:
-    """A mean, thousandths: of all samples at first, then with decaying weights. The first value counts twice."""
+    """A mean in thousandths. At first all samples count the same, and later their weights decay. The first value counts twice."""
 
     value: float
     count: int = 2
@@ -193,36 +197,36 @@ _FIRST_HELD = 40_000 * 3_600_000
 
 @dataclass(slots=True)
 class HoldCosts:
-    """The time that cells lose because idle leases hold memory, per MiB and ms held. Old losses fade with each cell, not with time."""
+    """The time that cells lose because idle leases hold memory, per MiB and ms. Old losses fade with each cell, not with time."""
 
     lost: int = 0  # ms times _STEP
     held: int = _FIRST_HELD  # MiB times ms
 
     def learn(self, lost_ms: int, held: int) -> None:
-        """Record a cell's lost time, and the memory that idle leases held since the previous cell, MiB times ms."""
+        """Record the time that a cell lost, and the memory that idle leases held since the previous cell, in MiB times ms."""
         self.lost += lost_ms * _STEP - -(-self.lost // _HOLD_CELLS)  # rounded up, so that it decays to 0
         self.held += held - self.held // _HOLD_CELLS
 
     @property
     def rate(self) -> int:
-        """The loss per MiB and ms, times 1 << RATE_BITS, rounded down to three significant bits so that it rarely changes."""
+        """The loss per MiB and ms, times 1 << RATE_BITS. It is rounded down to three significant bits, so that it rarely changes."""
         rate = (self.lost << RATE_BITS) // (_STEP * self.held) if self.held else 0
         low = max(0, rate.bit_length() - 3)
         return rate >> low << low
 
 
 # -- slowdowns ---------------------------------------------------------------------------------------------------------
-# A slowdown is the time of a cell with busy neighbours over its time alone, in thousandths. It is at least 1000, because no neighbour makes
-# a cell faster.
+# A slowdown is the time of a cell with busy neighbours divided by its time alone, in thousandths. It is at least 1000, because no neighbour
+# makes a cell faster.
 #
-# The time that a cell would have taken alone is unknown. The lease's usual time is used instead: the median of the last cells that started
-# and ended without a busy neighbour on their device. Other cells are classified by the neighbours at their start, not by all that they met:
-# long cells meet more neighbours, which would make neighbours look slow.
+# The time that a cell would have taken alone is unknown. The lease's usual time is used instead, which is the median of the last cells that
+# started and ended without a busy neighbour on their device. Other cells are classified by their neighbours at the start, not by all that
+# they met. Long cells meet more neighbours, so that neighbours would seem to slow cells down more than they do.
 
 
 _WHOLE = 1000  # the time that a cell takes alone
 _SLOWEST = 1_000_000
-_ALONE_CELLS, _LEAST_ALONE = 16, 4  # the last cells of a lease; with fewer than the second, its usual time is unknown
+_ALONE_CELLS, _LEAST_ALONE = 16, 4  # the last cells of a lease, and how many are needed to know its usual time
 _LEAST_CELL_MS = 1_000  # shorter cells depend more on the CPU than on the device
 _MOST_OTHERS = 4  # larger numbers of neighbours are in the same class
 _RATIOS = 64  # the last ratios of outcomes to computed values, for each class
@@ -232,7 +236,7 @@ _FIRST_SLOWDOWNS = (0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.1, 1.2)
 
 
 class Neighbours(NamedTuple):
-    """A cell's busy neighbours when it started, and the slowdown that was forecast."""
+    """A cell's busy neighbours at its start, and the slowdown that was forecast."""
 
     device_name: str
     others: int
@@ -253,7 +257,7 @@ class WaitSpan(Span):
 
 @dataclass(slots=True)
 class _CellTimes:
-    """When a lease's cell started or, if it is idle, its last cell ended; the other is None."""
+    """When a lease's cell started or, if the lease is idle, when its last cell ended. The other time is None."""
 
     began_ms: int | None = None
     ended_ms: int | None = None
@@ -262,7 +266,7 @@ class _CellTimes:
 
 @dataclass
 class Forecasts:
-    """All forecasts. A driver can save the fields and start the next arbiter with them. Running cells and gaps are not included."""
+    """All forecasts. A driver can save the fields and start the next arbiter with them. They do not include running cells and gaps."""
 
     version: Literal[3] = 3
     swaps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # (MiB, ms), by kind and device
@@ -287,7 +291,7 @@ class Forecasts:
         return tuple(self.accuracy.get(kind, Accuracy()).error(kind) for kind in KINDS)
 
     def forget(self, lease_id: str) -> None:
-        """Remove a lease that is over. If it was idle, its last gap never ended."""
+        """Remove a lease that is over. If it was idle, its last gap counts as one that never ended."""
         self.demands.own.pop(lease_id, None)
         for sign in Sign:
             self.signs.own.pop(f"{sign} {lease_id}", None)
@@ -307,7 +311,7 @@ class Forecasts:
     def _record_outcome(
         self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
     ) -> None:
-        """Compare a forecast with its outcome, and adapt the bounds. `stated`: the forecast that was shown, if different."""
+        """Compare a forecast with its outcome, and adapt the bounds. `stated` is the forecast that was shown, if that was another."""
         happened = max(0, happened)
         stated = stated or self._stated(kind, name, span)
         self.accuracy.setdefault(kind, Accuracy()).compare(stated, happened)
@@ -319,7 +323,7 @@ class Forecasts:
         return entry_of(self.bands, f"{kind} {name}", Band)
 
     def _corrected(self, name: str, first: Sequence[float], basis: int) -> Span:
-        """Correct a computed value by the last ratios of outcomes to computed values."""
+        """Return the computed value, corrected by the last ratios of outcomes to computed values."""
         ratios = sorted(self.ratios.get(name, first))
         low, expected, high = (max(0.0, quantile(ratios, part) * (basis + PAD) - PAD) for part in (0.1, 0.5, 0.9))
         return _span(expected, low, high)
@@ -337,7 +341,7 @@ class Forecasts:
         self._lines.pop(name, None)
 
     def swap_ms(self, kind: str, device_name: str, mib: int) -> int:
-        """Return the expected time of a swap of this many MiB, ms. Cheap."""
+        """Return the expected time of a swap of this many MiB, in ms. The call is cheap."""
         name = f"{kind} {device_name}"
         if name not in self._lines:
             self._lines[name] = _line(_FIRST_LINES[kind], self.swaps.get(name, ()))
@@ -353,7 +357,7 @@ class Forecasts:
         return self._stated(kind, device_name, self._swap_span(kind, device_name, mib))
 
     def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return `swap_span` with bounds at least as wide as the initial ones, for saves that would lose state if late."""
+        """Return `swap_span` with bounds at least as wide as the initial bounds. It is for saves that would lose state if they are late."""
         first, stated = self._swap_span(kind, device_name, mib), self.swap_span(kind, device_name, mib)
         return _span(stated.expected_ms, min(first.low_ms, stated.low_ms), max(first.high_ms, stated.high_ms))
 
@@ -367,7 +371,7 @@ class Forecasts:
         times.began_ms, times.ended_ms, times.device_name = at_ms, None, device_name
 
     def cell_ended(self, lease_id: str, at_ms: int) -> None:
-        """Record the end of a cell. Compare it with two forecasts: at its start, and after half of the expected time."""
+        """Record the end of a cell. Compare it with the forecasts at its start and after half of the expected time."""
         times = self._times.get(lease_id)
         if times is None or times.began_ms is None:
             return
@@ -382,28 +386,28 @@ class Forecasts:
         times.began_ms, times.ended_ms = None, at_ms
 
     def cell_left_ms(self, lease_id: str, now_ms: int) -> int:
-        """Return the median remaining time of the lease's cell, ms; 0 if none runs."""
+        """Return the median remaining time of the lease's cell in ms, or 0 if no cell runs."""
         times = self._times.get(lease_id)
         if times is None or times.began_ms is None:
             return 0
         return rest_ms(self.cells.of(lease_id), max(0, now_ms - times.began_ms), 0.5)
 
     def next_cell_ms(self, lease_id: str) -> int:
-        """Return the median duration of the lease's cells, ms."""
+        """Return the median duration of the lease's cells, in ms."""
         return rest_ms(self.cells.of(lease_id), 0, 0.5)
 
     def gap_left_ms(self, lease_id: str, now_ms: int) -> int:
-        """Return the median time until the lease's next cell, ms, at most about 12 days; 0 while one runs."""
+        """Return the median time until the lease's next cell in ms, at most about 12 days, or 0 while a cell runs."""
         idle_ms = self._idle_ms(lease_id, now_ms)
         return 0 if idle_ms is None else rest_ms(self.gaps.of(lease_id), idle_ms, 0.5)
 
     def chance_milli(self, lease_id: str, now_ms: int, within_ms: int) -> int:
-        """Return the probability of a cell within the next `within_ms`, thousandths; 1000 while one runs."""
+        """Return the probability in thousandths of a cell within the next `within_ms`, or 1000 while a cell runs."""
         idle_ms = self._idle_ms(lease_id, now_ms)
         return 1000 if idle_ms is None else chance_milli(self.gaps.of(lease_id), idle_ms, within_ms)
 
     def rhythm(self, lease_id: str, now_ms: int) -> Rhythm | None:
-        """Return when the lease's next cell is likely, from its earlier gaps; None if they are too few or too irregular."""
+        """Return when the lease's next cell is likely, based on earlier gaps, or None if these are too few or too irregular."""
         idle_ms, own = self._idle_ms(lease_id, now_ms), sorted(self.gaps.own.get(lease_id, ()))
         if idle_ms is None or len(own) < _RHYTHM_GAPS:
             return None
@@ -417,7 +421,7 @@ class Forecasts:
         return None
 
     def _idle_ms(self, lease_id: str, now_ms: int) -> int | None:
-        """Return how long the lease has been idle, ms: 0 if it never ran a cell, None while one runs."""
+        """Return how long the lease has been idle in ms, 0 if it never ran a cell, or None while a cell runs."""
         times = self._times.get(lease_id)
         if times is None:
             return 0
@@ -426,12 +430,12 @@ class Forecasts:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
-        """Correct a computed wait by the last waits of the same kind and similar length."""
+        """Return the computed wait, corrected by the last waits of the same kind and similar length."""
         span = self._stated(WAIT, kind, self._corrected(_wait_class(kind, basis_ms), _FIRST_WAITS, basis_ms))
         return WaitSpan(**asdict(span), kind=kind, basis_ms=basis_ms)
 
     def wait_ended(self, expected: WaitSpan, waited_ms: int, *, given_up: bool = False) -> None:
-        """Learn from a wait. An abandoned one counts only if it exceeded its forecast; otherwise its length is unknown."""
+        """Learn from a wait. An abandoned wait counts only if it exceeded its forecast, because its full length is unknown."""
         name = _wait_class(expected.kind, expected.basis_ms)
         span = self._corrected(name, _FIRST_WAITS, expected.basis_ms)
         if not given_up:
@@ -445,7 +449,7 @@ class Forecasts:
     # -- slowdowns -----------------------------------------------------------------------------------------------------
 
     def slowdown_span(self, device_name: str, others: int, model_milli: int) -> Span:
-        """Return the slowdown with this number of busy neighbours, thousandths."""
+        """Return the slowdown by this number of busy neighbours, in thousandths."""
         corrected = self._corrected(_neighbour_class(device_name, others), _FIRST_SLOWDOWNS, model_milli)
         span = self._stated(SLOWDOWN, device_name, corrected)
         return _span(max(_WHOLE, span.expected_ms), max(_WHOLE, span.low_ms), max(_WHOLE, span.high_ms))
@@ -466,13 +470,13 @@ class Forecasts:
         name = _neighbour_class(device_name, others)
         span = self._corrected(name, _FIRST_SLOWDOWNS, model_milli)
         self._record_outcome(SLOWDOWN, device_name, span, max(_WHOLE, took_milli), lease_id=lease_id, stated=stated)
-        # The ratio may be below 1000, as half of the errors are.
+        # The outcome may be below 1000, because half of the errors make it too small.
         self._learn_ratio(name, _FIRST_SLOWDOWNS, model_milli, took_milli)
 
     # -- seats ---------------------------------------------------------------------------------------------------------
 
     def seat_span(self, pool: str, worked_out: Span) -> Span:
-        """Return a computed wait for a seat, with corrected bounds."""
+        """Return the computed wait for a seat, with corrected bounds."""
         return self._stated(SEAT, pool, worked_out)
 
     def seat_given(self, pool: str, worked_out: Span, stated: Span, waited_ms: int) -> None:
@@ -482,11 +486,14 @@ class Forecasts:
     # -- demands, signs, memory held, sizes ----------------------------------------------------------------------------
 
     def demand_milli(self, lease_id: str, pool: str) -> int:
-        """Return how much of a device the lease uses while busy, thousandths; for a new lease, the pool's mean. Cheap."""
+        """Return how much of a device the lease uses while busy, in thousandths, or the pool's mean for a new lease. The call is cheap."""
         return self.demands.milli(lease_id, pool)
 
     def demand_seen(self, lease_id: str, pool: str, milli: int, *, most_milli: int | None = None) -> int:
-        """Learn from a busy lease's use, thousandths, and return its demand. On a full device it is between `milli` and `most_milli`."""
+        """Learn from a busy lease's use `milli`, in thousandths, and return its demand.
+
+        On a full device, the demand is between `milli` and `most_milli`.
+        """
         if most_milli is not None:
             before = self.demand_milli(lease_id, pool)
             if milli <= before <= most_milli:
@@ -496,15 +503,15 @@ class Forecasts:
         return self.demand_milli(lease_id, pool)
 
     def sign_milli(self, lease_id: str, sign: Sign) -> int:
-        """Return how often this sign of the lease's next cell was right, thousandths. Cheap."""
+        """Return how often this sign of the lease's next cell was right, in thousandths. The call is cheap."""
         return self.signs.milli(f"{sign} {lease_id}", sign)
 
     def sign_settled(self, lease_id: str, sign: Sign, *, true: bool) -> None:
-        """Learn whether the cell came in time after a sign."""
+        """Learn whether a cell followed this sign in time."""
         self.signs.learn(f"{sign} {lease_id}", sign, 1000 if true else 0)
 
     def hold_cost(self, pool: str, mib: int, wait: int) -> int:
-        """Return the cost per ms to the pool's cells of an idle lease with this much memory; a ms of waiting costs `wait`."""
+        """Return what an idle lease with this much memory costs the pool's cells per ms, if a ms of waiting costs `wait`."""
         return mib * wait * self.hold_rate(pool) >> RATE_BITS
 
     def hold_rate(self, pool: str) -> int:
@@ -513,7 +520,10 @@ class Forecasts:
         return 0 if known is None else known.rate
 
     def hold_seen(self, pool: str, lost_ms: int, held: int) -> None:
-        """Learn from a cell: the time it lost to idle leases, and the memory that they held since the last cell, MiB times ms."""
+        """Learn from a cell how much time it lost because idle leases held memory.
+
+        `held` is the memory that they held since the last cell, in MiB times ms.
+        """
         entry_of(self.holds, pool, HoldCosts).learn(lost_ms, held)
 
     def asked(self, pool: str, mib: int, devices: int) -> None:
@@ -525,7 +535,7 @@ class Forecasts:
 
 
 def _wait_class(kind: str, basis_ms: int) -> str:
-    """Return the class of a wait: its kind, and its length in powers of four from a quarter of a second."""
+    """Return the class of a wait, which is its kind and its length in powers of four from a quarter of a second."""
     return f"{kind} {min(15, (basis_ms >> 8).bit_length() + 1 >> 1)}"
 
 

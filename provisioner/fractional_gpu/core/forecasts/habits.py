@@ -1,9 +1,11 @@
-"""Records how much of their shares notebooks and seats used, by day, for advice about shares.
+"""Records by day how much of their shares notebooks and seats used, for advice about shares.
 
-A `ShareDay` is a day of a notebook (or of a hub server's seat) with one share: the peak of its device memory, how long it held memory on a
-device, how long it ran cells, and how much of the device they used. `UseRecorder.observe` gets samples; peaks between samples are missed.
+A `ShareDay` is a day of a notebook, or of a hub server's seat, with one share. It has the peak of the device memory, how long memory was
+held on a device, how long cells ran, and how much of the device they used. `UseRecorder.observe` gets samples, so peaks between samples are
+missed.
 
-Integers only: memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, days since 1970 (UTC).
+All values are integers: memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, and days since 1970
+(UTC).
 """
 
 from collections.abc import Iterator
@@ -19,14 +21,14 @@ _LONGEST_SAMPLE_MS = 60_000  # a longer time between samples is ignored
 
 
 class HabitKind(StrEnum):
-    """A record's subject. The values are in ledgers."""
+    """The subject of a record. The values are stored in ledgers."""
 
     NOTEBOOK = "notebook"
     SEAT = "seat"  # all kernels of one hub server together
 
 
 class HabitKey(NamedTuple):
-    """The subject of a record. `seated`: the owner is a hub user; `label`: the notebook, empty for a seat."""
+    """The subject of a record. `seated` is true if the owner is a hub user. `label` is the notebook, or empty for a seat."""
 
     pool: str
     owner: str
@@ -36,7 +38,7 @@ class HabitKey(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A share of a device, in thousandths, and its memory, MiB."""
+    """A share of a device in thousandths, and its memory in MiB."""
 
     milli: int
     memory_mib: int
@@ -56,12 +58,15 @@ class ShareDay:
 
     @property
     def is_full(self) -> bool:
-        """Whether the memory was full, so that more than the peak may have been needed."""
+        """Whether the memory was full. If so, more than the peak may have been needed."""
         return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
 
 
 class Sample(NamedTuple):
-    """The state of a notebook or seat at one time. `use_milli`: its use of the device while it runs a cell; None: unknown."""
+    """The state of a notebook or seat at one time.
+
+    `use_milli` is its use of the device while it runs a cell, or None if that is unknown.
+    """
 
     share: Share
     used_mib: int
@@ -70,7 +75,7 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps the days of all notebooks and seats, and those that changed since the last `take_changed`."""
+    """Keeps the days of all notebooks and seats, and which of these days have changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
@@ -82,14 +87,17 @@ class UseRecorder:
         self._days.setdefault(key, {})[day.day, day.share] = day
 
     def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
-        """Return the key of a notebook. A user's notebooks beyond the first `MOST_LABELS` share the key without a name."""
+        """Return the key of a notebook. A user's notebooks beyond the first `MOST_LABELS` share a key without a label."""
         key = HabitKey(pool, owner, seated, HabitKind.NOTEBOOK, label)
         if key in self._days or sum(other[:4] == key[:4] for other in self._days) < MOST_LABELS:
             return key
         return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Record a sample (None: ended, or without device memory). The time since the previous sample counts for that one."""
+        """Record a sample, or None for a notebook or seat that has ended or has no device memory.
+
+        The time since the previous sample counts for the previous sample.
+        """
         last_ms, last = self._last.pop(holder, (at_ms, None))
         if last is not None and 0 < at_ms - last_ms <= _LONGEST_SAMPLE_MS:
             now = last if sample is None or sample.share != last.share else sample
@@ -123,7 +131,7 @@ class UseRecorder:
                 del self._days[key]
 
     def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the days that changed since the last call, each as a whole."""
+        """Return the days that have changed since the last call, with all their figures."""
         changed, self._changed = self._changed, {}
         return [(key, one) for (key, _, _), one in changed.items()]
 

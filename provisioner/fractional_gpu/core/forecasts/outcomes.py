@@ -1,12 +1,12 @@
-"""Compares forecasts with outcomes: quantiles of the last outcomes, bounds that adapt to misses, and the accuracy of recent forecasts.
+"""Compares forecasts with outcomes. It has quantiles of outcomes, bounds that adapt to misses, and the accuracy of recent forecasts.
 
 An estimator gives an expected value with bounds. A `Band` corrects these bounds so that about a tenth of the outcomes are above the upper
-bound and a tenth below the lower one. An outcome beyond a bound moves that bound outward at once, and further with each miss in a row; any
-other outcome moves it back a little. This is quantile tracking with a fixed step (Gibbs and Candès, "Adaptive Conformal Inference Under
-Distribution Shift", NeurIPS 2021). Eight other outcomes undo one miss, so in the long run at most one outcome in nine is beyond each bound,
-in any order of outcomes.
+bound and a tenth are below the lower bound. An outcome beyond a bound moves that bound outward at once, and further with each miss in a
+row. Any other outcome moves it back a little. This is quantile tracking with a fixed step (Gibbs and Candès, "Adaptive Conformal Inference
+Under Distribution Shift", NeurIPS 2021). Eight other outcomes undo one miss, so in the long run at most one outcome in nine is beyond each
+bound, in whatever order the outcomes come.
 
-Times are in ms, slowdowns in thousandths. Floats are only compared and combined with + - * /, so results are the same on every machine.
+Times are in ms, and slowdowns in thousandths. Floats are only compared and combined with + - * /, so results are the same on every machine.
 Drivers save the fields of these dataclasses and load them with checked types.
 """
 
@@ -20,7 +20,7 @@ SUSPEND, RESUME = "suspend", "resume"
 WAIT, CELL, REST, SLOWDOWN, SEAT = "wait", "cell", "rest", "slowdown", "seat"
 KINDS = (WAIT, SUSPEND, RESUME, CELL, REST, SLOWDOWN, SEAT)
 """The kinds of forecasts. `REST` is the remaining time of a running cell."""
-PAD = 50  # added to both sides of a ratio, so that very short times have no influence
+PAD = 50  # added to both terms of a ratio, so that very short times have no influence
 _MOST_NAMES = 256  # limit on pools, device models and the like; the oldest is dropped
 _COMPARED = 256  # number of last forecasts in the accuracy of a kind
 _LEAST_MS = 100  # errors are relative to the outcome, or to this if it is larger
@@ -29,7 +29,7 @@ _Item = TypeVar("_Item")
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return a quantile of one or more sorted outcomes, linearly interpolated."""
+    """Return a quantile of the sorted outcomes, of which there must be at least one, by linear interpolation."""
     place = min(max(part * len(ordered) - 0.5, 0.0), len(ordered) - 1.0)
     before = int(place)
     after = min(before + 1, len(ordered) - 1)
@@ -37,13 +37,13 @@ def quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
-    """Append an outcome, and keep the last `most`."""
+    """Append an outcome, and keep only the last `most` outcomes."""
     window.append(outcome)
     del window[:-most]
 
 
 def entry_of(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
-    """Return the entry of a name, or make one. A new entry replaces the oldest if there are too many."""
+    """Return the entry for a name, or make a new one. A new entry replaces the oldest entry if there are too many."""
     if name not in known:
         if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
@@ -71,7 +71,10 @@ class BoundCorrection:
         self.run = min(self.run, len(_WIDER) - 1)
 
     def learn(self, *, missed: bool, at_expected: bool) -> None:
-        """Widen the bounds after a miss, and narrow them otherwise, down to the expected value: the next miss then moves them at once."""
+        """Move the bound outward after a miss, and otherwise back.
+
+        The bound does not move past the expected value, so that the next miss moves it outward at once.
+        """
         if missed:
             self.factor = min(_MOST_FACTOR, self.factor * _WIDER[self.run])
             self.run = min(self.run + 1, len(_WIDER) - 1)
@@ -101,7 +104,7 @@ class Band:
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
 
     def outlasted(self, span: Span, lasted: int) -> None:
-        """Learn from an abandoned wait: a miss if it exceeded the bound; otherwise the outcome is unknown."""
+        """Learn from an abandoned wait. It is a miss if it exceeded the bound. Otherwise its outcome is unknown."""
         if lasted > self.spread(span).high_ms:
             self.high.learn(missed=True, at_expected=False)
 
@@ -114,7 +117,7 @@ class ForecastError:
     """The recent accuracy of one kind of forecast, for all users together."""
 
     what: str  # one of `KINDS`
-    count: int  # all forecasts that were compared with their outcome
+    count: int  # number of forecasts that were compared with their outcomes
     median_error_permille: int  # over the last 256, relative to the outcome
     covered_permille: int  # of the last 256: outcomes between the bounds
     stated_permille: int = 800  # outcomes that should be between the bounds
@@ -148,7 +151,7 @@ class ForecastOutcome(NamedTuple):
     """A forecast and its outcome."""
 
     kind: str
-    name: str  # selects the bounds: a device model; the kind of wait; for seats, the pool
+    name: str  # selects the bounds, and is a device model, a kind of wait or, for seats, a pool
     lease_id: str  # empty if the forecast is not about one lease
     stated: Span
     happened: int
