@@ -1,6 +1,6 @@
-"""A job's usage by the broker's meter, for its AdminComment in Slurm: GPU hours, energy and cost of its kernels.
+"""The usage of a job for its AdminComment in Slurm: the GPU hours, energy and cost of its kernels, as the broker measured them.
 
-Slurm itself takes comments on running jobs only; for ended jobs the accounting database (slurmdbd) does.
+Slurm itself accepts comments only on running jobs. For jobs that have ended, the accounting database (slurmdbd) accepts them.
 """
 
 import time
@@ -34,7 +34,7 @@ def note_leases(client: SeatClient, figures: dict[Job, JobFigures], seats: Mappi
 
 
 def sentences_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job, str]:
-    """Return each job's or pod's comment. Sends one request per user. Raises FractionalGPUError."""
+    """Return the comment for each job or pod. Send one request for each user. Raises FractionalGPUError."""
     sums: dict[Job, dict[str, Usage]] = {job: {} for job in jobs}
     for owner in sorted({one.owner for one in jobs.values()}):
         of = {lease: job for job, one in jobs.items() if one.owner == owner for lease in one.leases}
@@ -48,7 +48,7 @@ def sentences_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job
 
 
 def _sentence(job: JobFigures, sums: Mapping[str, Usage]) -> str:
-    """Return `jupyter-gpu: kernels=2 reserved=1.250h busy=0.310h suspended=0.800h energy=0.0420kWh cost=0.62EUR`."""
+    """Return a comment such as `jupyter-gpu: kernels=2 reserved=1.250h busy=0.310h suspended=0.800h energy=0.0420kWh cost=0.62EUR`."""
     total = Usage()
     for usage in sums.values():
         total.add(usage)

@@ -1,12 +1,12 @@
-"""The node agent: asks the broker how much it could still grant, and writes that into the engine as counts and a summary.
+"""The node agent, which asks the broker how much it could still grant, and writes this to the engine as counts and a summary.
 
 1. It asks the broker every second or two, and computes the wanted counts from the answer (`core.nodes`).
-2. It reads the node's record now and then, and before each write, and rewrites counts that differ: `scontrol reconfigure`, a
-   restarted controller and administrators all reset them.
-3. It limits its pace: each agent writes at most once per `floor_ms`, and reads at most once per `look_ms`.
+2. It reads the node's record from time to time and before each write. It rewrites counts that differ, because `scontrol reconfigure`, a
+   restarted controller or an administrator may reset them.
+3. It limits its rate: it writes at most once per `floor_ms` and reads at most once per `look_ms`.
 
-If the broker does not answer, the last count stays for `patience_ms`, then drops to what is in use. If the controller does not
-answer, the agent retries less and less often. The agent starts and ends no jobs; when it ends, the counts stay.
+If the broker does not answer, the last count is kept for `patience_ms` and then drops to the amount in use. If the controller does not
+answer, the agent retries at growing intervals. The agent neither starts nor ends jobs, and the counts stay when it exits.
 """
 
 import time
@@ -41,9 +41,9 @@ _WHOLE = 1000  # milli-GPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRules:
-    """Times in milliseconds, and the engine's name for each pool's thousandths.
+    """The intervals of the agent, and the names of the engine's counts.
 
-    `asked`: by pool, the names that jobs use, if they differ.
+    `counts` has the engine's name for the milli-GPU of each pool. `asked` has the name that jobs of a pool use, if it differs.
     """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
@@ -51,15 +51,15 @@ class AgentRules:
     pacing: PacingRules = field(default_factory=PacingRules)
     look_ms: int = 30_000  # how often the engine's record is read
     heartbeat_ms: int = 300_000  # how often an unchanged summary is rewritten
-    refuses_beyond: bool = True  # the engine refuses requests beyond every node's count; else they wait
-    patience_ms: int = 120_000  # how long the last count stays without a broker
+    refuses_beyond: bool = True  # whether the engine refuses a request that exceeds every node's count, or lets it wait
+    patience_ms: int = 120_000  # how long the last count is kept while the broker does not answer
 
 
 class Agent:
-    """The agent of one node. `connect` returns a client of the broker; `is_ours`: whether a seat belongs to a job here.
+    """The agent of one node. `connect` returns a client for the broker, and `is_ours` returns whether a seat belongs to a job on this node.
 
-    `say` gets one log line per change. `after_look` gets the client after the broker has answered, about every third of `look_ms`:
-    it does the engine's other work with the broker.
+    `say` is called with a log line for each change. `after_look` is called with the client when the broker has answered, about three times
+    per `look_ms`. It does the engine's other work that needs the broker.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Agent:
         self._silent_since_ms: int | None = None
         self._kept_ms: int | None = None
         self._record: NodeRecord | None = None
-        self._look_ms = -1  # when the record is read next
+        self._look_ms = -1  # when to read the record next
         self._look_failures = 0
         self._looks = 0
-        self._written: NodeSummary | None = None  # what was written last, ...
-        self._written_ms = 0  # ... and when
-        self._next: NodeSummary | None = None  # what the next write publishes
-        self._counts: Mapping[str, int] = {}  # written last
+        self._written: NodeSummary | None = None  # the summary that was written last
+        self._written_ms = 0  # when it was written
+        self._next: NodeSummary | None = None  # the summary for the next write
+        self._counts: Mapping[str, int] = {}  # the counts that were written last
         self._said: dict[str, str] = {}
 
     def step(self) -> int:
-        """Do what is due, and return how many milliseconds to wait for the next read or write of the engine."""
+        """Do all work that is due, and return how many milliseconds to wait until the next read from or write to the engine."""
         now = self._clock_ms()
         try:
             self._ask_broker(now)
@@ -182,7 +182,7 @@ class Agent:
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
-        """Return the largest share on offer (milli-GPU) if the engine refuses requests beyond its counts, else 0."""
+        """Return the largest share on offer, in milli-GPU, or 0 if the engine does not refuse requests that exceed its counts."""
         if not self._rules.refuses_beyond:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE
@@ -208,7 +208,7 @@ class Agent:
             pause_ms = max(pause_ms, min(pause_ms << min(self._look_failures, 4), _LONGEST_LOOK_MS))
             self._tell("engine", str(error))
             return False
-        finally:  # agents that start together soon read at different times
+        finally:  # spread the reads of agents that started at the same time
             self._look_ms = now + pause_ms - spread(self._seed + self._looks, pause_ms // 4)
         counts = {name: record.counts[name] for name in self._rules.counts.values() if name in record.counts}
         if self._counts and counts != self._counts:
@@ -217,13 +217,13 @@ class Agent:
         return True
 
     def _write(self, now: int) -> None:
-        """Read the record again, because the count depends on use, then write."""
+        """Read the record again, because the counts depend on the amount in use, and then write."""
         if not self._look(now) or (record := self._record) is None:
             self._pacing.failed(now)
             return
         wanted = self._wanted(now, record)
         self._pacing.want(now, wanted)
-        if self._pacing.next_ms() is None:  # someone wrote the same, or the change is gone
+        if self._pacing.next_ms() is None:  # the engine already has these counts
             return
         try:
             self._engine.write_node(wanted, record)
@@ -241,7 +241,7 @@ class Agent:
         self._written, self._written_ms = self._next, now
 
     def _tell(self, about: str, what: str) -> None:
-        """Log a message unless it repeats the last one on the subject. "" means the problem is over."""
+        """Log a message unless it repeats the last one about this subject. "" means that the problem is over."""
         if self._said.get(about, "") == what:
             return
         if what:
@@ -256,9 +256,9 @@ def _shown(counts: Mapping[str, int]) -> str:
 
 
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
-    """Return the public summary of the pools that the engine counts, rounded so that small changes do not show.
+    """Return the public summary of the pools that the engine counts. Its figures are rounded, so that it does not change often.
 
-    `counts`: the name that jobs use for each pool's thousandths.
+    `counts` has the name that jobs use for the milli-GPU of each pool.
     """
     pools = []
     for pool in capacity.pools:

@@ -1,8 +1,8 @@
-"""The files that a node needs for Slurm and systemd, and the changes to Slurm's own files. Only makes text.
+"""The files that a node needs for Slurm and systemd, and the changes to Slurm's own files. This module only creates text.
 
-slurm.conf is the same on all nodes, and Slurm drains a node that lacks the named Prolog or Epilog. So it names a wrapper, which every
-node has: the wrapper calls the site's own script, and ours if the node has it. Ours run our command with a time limit and always exit
-with 0. The task prolog is plain POSIX shell: it runs as the user before each task, so it must be fast.
+slurm.conf is the same on all nodes, and Slurm drains a node on which the configured Prolog or Epilog is missing. So slurm.conf names a
+wrapper that every node has. The wrapper calls the site's own script, and our script if the node has it. Our scripts run our command with a
+time limit, and always exit with 0. The task prolog is plain POSIX shell, because it runs as the user before each task and must be fast.
 """
 
 import shlex
@@ -19,7 +19,7 @@ __all__ = ["KEYS", "SCRIPTS", "NodeFiles", "change_site", "install_files", "site
 _PROMISE = 4
 
 SCRIPTS = {"Prolog": "prolog_slurmd", "Epilog": "epilog_slurmd", "TaskProlog": "prolog_task"}
-"""The scripts by their names in slurm.conf, and what Slurm calls each in SLURM_SCRIPT_CONTEXT."""
+"""The scripts by their names in slurm.conf, with their names in SLURM_SCRIPT_CONTEXT."""
 
 KEYS = ("GresTypes", "TaskPlugin", "PrologFlags", "ProctrackType", "SelectType", *SCRIPTS)
 _HOOK_S = 9
@@ -100,16 +100,17 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFiles:
-    """Settings for the files. `command` runs `jupyter gpu`; `words`: options shared by agent, Prolog and Epilog.
+    """Settings for the files. `command` runs `jupyter gpu`. `words` has the options that the agent, the Prolog and the Epilog share.
 
-    `slurm_bin`: the folder of Slurm's commands, if not on the usual path; `partitions`: if given, only their jobs may have shares.
+    `slurm_bin` is the folder of Slurm's commands, if they are not on the usual path. If `partitions` is given, only jobs in these
+    partitions may have shares.
     """
 
     command: Sequence[str]
     seats: Path
     words: Sequence[str] = ()
-    node: str = ""  # the node's name in Slurm; empty: hostname
-    counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})  # by pool
+    node: str = ""  # the node's name in Slurm, or "" to use the host name
+    counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})  # the names of the counts, by pool
     slurm_bin: str = ""
     partitions: Sequence[str] = ()
 
@@ -119,10 +120,10 @@ class NodeFiles:
 
 
 def install_files(files: NodeFiles) -> dict[str, str]:
-    """Return each file's text, by its name in the installation's folder. All but the unit must be executable."""
+    """Return the text of each file, by its name in the installation folder. All files except the unit must be executable."""
     run = [*files.command, "node"]
     agent = [*run, "agent", "--engine", "slurm", *(["--node", files.node] if files.node else []), *files.words]
-    # Jobs of other partitions start no Python and ask the controller nothing; nor does the end of a job without files here.
+    # A job in another partition must not start Python or query the controller. Neither must the end of a job that has no files here.
     ours = "|".join(shlex.quote(name) for name in files.partitions)
     others = f"case $SLURM_JOB_PARTITION in {ours}) ;; *) exit 0 ;; esac\n" if ours else ""
     unknown = f"[ -e {shlex.quote(str(files.seats))}/job-$SLURM_JOB_ID.env ] || exit 0\n"
@@ -143,7 +144,7 @@ def install_files(files: NodeFiles) -> dict[str, str]:
 
 
 def wrapper_text(folder: Path, site: Mapping[str, str]) -> str:
-    """`site`: the site's own scripts (paths or patterns), by slurm.conf key."""
+    """Return the text of the wrapper. `site` has the paths or patterns of the site's own scripts, by their keys in slurm.conf."""
     cases = "".join(
         f"  {context}) site={shlex.quote(site.get(name, '').replace(',', ' '))} ours={name.lower()} ;;\n"
         for name, context in SCRIPTS.items()
@@ -152,7 +153,7 @@ def wrapper_text(folder: Path, site: Mapping[str, str]) -> str:
 
 
 def site_files(conf: Path) -> list[ConfigFile]:
-    """Read a site's slurm.conf, and gres.conf and cgroup.conf next to it. Raises OSError."""
+    """Read a site's slurm.conf, and gres.conf and cgroup.conf from the same folder. Raises OSError."""
     return [ConfigFile(conf), *(ConfigFile(conf.with_name(name)) for name in ("gres.conf", "cgroup.conf"))]
 
 
@@ -168,9 +169,9 @@ def change_site(
 ) -> None:
     """Change a site's files so that the nodes on `node`'s line in slurm.conf offer shares. Raises EngineError.
 
-    `names_of` expands a node expression. `devices`: how many per node (None: as in slurm.conf). `promise`: how many times each may be
-    promised (the pools' `oversubscription`), which limits what the agent can open. Until the agent opens more, also after a restart, a
-    node takes only what its devices hold.
+    `names_of` expands a node expression. `devices` is the number of devices on each node, or None to use the number in slurm.conf.
+    `promise` is how many times each device may be allocated (the `oversubscription` of the pools). This limits how much the agent can open.
+    Until the agent opens more, and after each restart, Slurm allocates only as much as the devices have.
     """
     conf, gres, cgroup = confs
     for name in SCRIPTS:
@@ -183,7 +184,7 @@ def change_site(
     if cgroup.value("ConstrainRAMSpace").lower() != "yes":
         cgroup.set("ConstrainRAMSpace", "yes")
     if "--shards" in files.words:
-        return  # gpu and shard stay as they are
+        return  # the counts of gpu and shard do not change
     names = sorted(files.counts.values())
     conf.set("GresTypes", extended(conf.value("GresTypes"), *names))
     nodes = conf.of_key("NodeName")
@@ -210,7 +211,7 @@ def change_site(
 def _change_gres(
     gres: ConfigFile, ours: Mapping[str, int], where: str, others: str, names_of: Callable[[str], list[str]]
 ) -> None:
-    """Give the nodes `where` the counts `ours` instead of whole GPUs; `others` keep GPUs. Raises EngineError."""
+    """Give the nodes `where` the counts `ours` instead of whole GPUs. The nodes `others` keep their GPUs. Raises EngineError."""
     form = "NodeName={} Name={} Count={} Flags=CountOnly"
     wanted = {key: form.format(where, key.replace(":", " Type="), amount) for key, amount in ours.items()}
     names = {key.partition(":")[0] for key in ours}
@@ -232,9 +233,10 @@ def _change_gres(
 
 
 def _writable(folder: Path) -> str:
-    """Return the unit's lines that let the agent write in a folder.
+    """Return the lines of the unit that let the agent write to a folder.
 
-    Below /run systemd creates it: a folder that the broker creates after the agent starts would be read-only for the agent.
+    If the folder is below /run, systemd creates it, because a folder that the broker creates after the agent has started would be read-only
+    for the agent.
     """
     below = folder.relative_to(_RUN) if folder.is_relative_to(_RUN) else Path()
     if not below.parts:

@@ -1,8 +1,9 @@
-"""Slurm's Prolog and Epilog on a node: a job's allocation becomes a seat, and the seat ends with the job. They run as root.
+"""Slurm's Prolog and Epilog on a node. The Prolog registers a job's allocation as a seat, and the Epilog ends the seat. They run as root.
 
-Slurm drains a node whose Prolog or Epilog fails, so neither fails when the broker, controller or disk does: errors go to the log and the
-job's output. A job waits about ten seconds for its Prolog (BatchStartTimeout): the controller gets `CONTROLLER_S`, the broker `BROKER_S`.
-If that is too short, the agent registers the seat later. Neither starts a broker: it would end with the job.
+Slurm drains a node whose Prolog or Epilog fails, so they succeed even if the broker, the controller or the disk fails. Errors appear in the
+log and in the job's output. Slurm waits about ten seconds for a Prolog (BatchStartTimeout), of which the controller may take `CONTROLLER_S`
+and the broker `BROKER_S`. If this is too short, the agent registers the seat later. Neither of them starts a broker, because the broker
+would end with the job.
 """
 
 import re
@@ -30,11 +31,11 @@ _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookSettings:
-    """Settings that Prolog, Epilog and agent share.
+    """Settings that the Prolog, the Epilog and the agent share.
 
-    `pools`: the pool of each count, by the count's name in Slurm. `shard_pool`: the pool of shards (empty: ignore shards). `has_groups`:
-    Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory`: what to do if the job's memory cannot hold its
-    share's data.
+    `pools` has the pool of each count, by the name of the count in Slurm. `shard_pool` is the pool for jobs with shards, or "" to ignore
+    shards. `has_groups` says whether Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory` says what to do if
+    the job's memory limit is too small for the data of its share.
     """
 
     socket: str
@@ -73,7 +74,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
 
 
 def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """End the ended job's seat and remove its files. A broker that cannot be reached ends the seat later."""
+    """End the seat of a job that has ended, and remove its files. If the broker cannot be reached, the seat is ended later."""
     files = SeatFiles(settings.folder)
     try:
         number = job_number(environment.get("SLURM_JOB_ID", ""))
@@ -101,7 +102,7 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
                 seat, told = files.register(client, wanted)
                 files.write_environment(seat, settings.socket, told)
             finally:
-                if not files.is_wanted(wanted.job_id):  # its Epilog ran meanwhile, and may have missed some of this
+                if not files.is_wanted(wanted.job_id):  # the Epilog ran in the meantime and may have missed this seat
                     files.remove(wanted.job_id)
                     files.release(client, wanted.job_id)
     except (FractionalGPUError, OSError) as error:
@@ -153,7 +154,7 @@ def _register(
 
 @contextmanager
 def _client(settings: HookSettings) -> Iterator[SeatClient]:
-    """All calls end within `broker_s`, since the usual wait for a seat is too long here."""
+    """Yield a client whose calls all end within `broker_s`, because the usual wait for a seat is too long for a hook."""
     with SeatClient(settings.socket, timeout_s=settings.broker_s) as client:
         timer = threading.Timer(settings.broker_s, client.close)
         timer.daemon = True
@@ -165,13 +166,13 @@ def _client(settings: HookSettings) -> Iterator[SeatClient]:
 
 
 def _device(settings: HookSettings, index: int) -> str:
-    """Return the UUID of the device `/dev/nvidiaINDEX`, to which Slurm pinned a job. Raises FractionalGPUError."""
+    """Return the UUID of the device `/dev/nvidiaINDEX`, which Slurm assigned to a job. Raises FractionalGPUError."""
     for folder in sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else ():
         text = (folder / "information").read_text(errors="replace")
         minor, uuid = _MINOR.search(text), _UUID.search(text)
         if minor is not None and uuid is not None and int(minor[1]) == index:
             return uuid[1]
-    with _client(settings) as client:  # simulated devices have no files
+    with _client(settings) as client:  # simulated devices have no device files, so ask the broker
         for device in client.status().devices:
             if device.index == index:
                 return device.device_id

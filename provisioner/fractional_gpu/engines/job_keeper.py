@@ -1,9 +1,9 @@
-"""The node agent's work for Slurm's jobs in addition to the counts: missing seats, abandoned seats, and figures for accounting.
+"""The node agent's other work for Slurm jobs, in addition to the counts: missing seats, abandoned seats, and figures for accounting.
 
-If a job's Prolog could not register its seat, the agent does so as soon as the broker answers. If Slurm says that a job has ended but
-its Epilog did not run, the agent ends the seat. It writes a job's figures into the AdminComment, at most once per `comment_ms`, and the
-last ones into the accounting database. The database learns of the job's end later and may be down, so they wait up to `ended_ms`. The agent
-lists the node's jobs only if a seat is missing or some seats are old enough.
+If the Prolog could not register the seat of a job, the agent does so as soon as the broker answers. If Slurm reports that a job has ended
+but its Epilog did not run, the agent ends the seat. The agent writes the usage figures of a running job to its AdminComment, at most once
+per `comment_ms`, and the last figures to the accounting database. The database learns later that a job has ended, and it may be down, so
+the last figures may wait for up to `ended_ms`. The agent lists the node's jobs only if a seat is missing or some seats are old enough.
 """
 
 import time
@@ -21,13 +21,13 @@ from fractional_gpu.protocol.status import SeatStatus
 __all__ = ["JobKeeper", "KeeperRules"]
 
 _MS = 1_000_000  # nanoseconds
-_AT_ONCE = 8  # last figures to write in one look: each job takes half a second
+_AT_ONCE = 8  # for how many jobs one `look` writes the last figures, because each job takes half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperRules:
-    jobs_ms: int = 60_000  # how often Slurm is asked for its jobs while seats live
-    young_ms: int = 30_000  # younger seats are not examined: their jobs may not have begun
+    jobs_ms: int = 60_000  # how often to list the jobs while there are seats
+    young_ms: int = 30_000  # younger seats are not checked, because their jobs may not have begun
     comment_ms: int | None = 300_000
     ended_ms: int = 86_400_000  # how long an ended job's last figures wait for the accounting database
 
@@ -57,9 +57,9 @@ class JobKeeper:
         self._asked_ms: int | None = None
         self._commented_ms: int | None = None
         self._figures: dict[int, JobFigures] = {}
-        self._accounted: bool | None = None  # whether ended jobs can be commented on; None: not asked yet
-        self._last: dict[int, _LastFigures] = {}  # of ended jobs
-        self._accounting_ms = 0  # when to ask the accounting database again
+        self._accounted: bool | None = None  # whether ended jobs accept comments; None if this is not yet known
+        self._last: dict[int, _LastFigures] = {}  # the figures of jobs that have ended
+        self._accounting_ms = 0  # when to query the accounting database again
         self._said = ""
         self._said_of_accounting = ""
 
@@ -122,8 +122,8 @@ class JobKeeper:
                 self._last[job] = _LastFigures(text=text, due_ms=now, end_ms=now + self._rules.ended_ms)
 
     def _write_last_figures(self, now: int, seats: list[SeatStatus], comment_ms: int) -> None:
-        """Write due figures into the accounting database. Logs a failure once, and never raises it."""
-        runs = {job_of(seat) for seat in seats}  # a job that was requeued may run again
+        """Write the figures that are due to the accounting database. A failure is logged once and never raised."""
+        runs = {job_of(seat) for seat in seats}  # a job that was requeued may be running again
         self._last = {job: last for job, last in self._last.items() if job not in runs and now < last.end_ms}
         due = sorted((last.due_ms, job) for job, last in self._last.items() if now >= last.due_ms)
         if not due or now < self._accounting_ms:

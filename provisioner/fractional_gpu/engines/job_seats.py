@@ -1,14 +1,15 @@
 """The seat of a Slurm job on this node: the job's allocation, registered with the node's broker.
 
-Files for job N in the seats' folder (`/run/jupyter-gpu/seats`, mode 0711, root's):
+The folder of the seats (`/run/jupyter-gpu/seats`, owned by root, mode 0711) has these files for job N:
 
-- `job-N.json`: the seat with its token, readable by the job's user alone (0600). The job's kernels read it.
-- `job-N.env`: lines `NAME=value` or `print TEXT` for the job's tasks, readable by all. It names the seat's file even before that exists.
-- `job-N.wanted`: the request, readable by root alone, until the job ends. The agent uses it to register a seat that the Prolog could not
-  register, or that the broker forgot with its ledger.
+- `job-N.json` contains the seat and its token. Only the job's user can read it (mode 0600). The job's kernels read it.
+- `job-N.env` contains lines `NAME=value` or `print TEXT` for the job's tasks. All users can read it. It names the file of the seat even
+  before that file exists.
+- `job-N.wanted` contains the request until the job ends. Only root can read it. The agent uses it to register a seat that the Prolog could
+  not register, or that the broker lost together with its ledger.
 
-A share belongs to a whole job on one node. Each array task and each part of a heterogeneous job is a job; a job on several nodes has a
-seat on each.
+A share belongs to a whole job on one node. Each array task and each component of a heterogeneous job counts as a separate job. A job on
+several nodes has a seat on each of them.
 """
 
 import fcntl
@@ -47,9 +48,10 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeat:
-    """A job's entitlement on this node. `devices`: UUIDs of the devices it may use, or None for any in the pool.
+    """The entitlement of a job on this node. `devices` has the UUIDs of the devices that it may use; None means any device in the pool.
 
-    `memory_mib`: the job's memory limit on the node, if any; `fits`: shrink the share if that memory cannot hold its data.
+    `memory_mib` is the job's memory limit on the node, or None. If `fits` is set, the share is reduced if its data do not fit into that
+    memory.
     """
 
     job_id: int
@@ -58,12 +60,12 @@ class JobSeat:
     pool: str
     fraction_milli: int
     devices: list[str] | None = None
-    has_groups: bool = True  # Slurm gives each job separate control groups, which identify its processes
+    has_groups: bool = True  # whether Slurm gives each job separate control groups, which identify its processes
     memory_mib: int | None = None
     fits: bool = True
 
     def request(self) -> SeatRequest:
-        """Return a request that the broker grants without a forecast, since Slurm has decided."""
+        """Return a request that the broker grants without a forecast, because Slurm has already decided."""
         return SeatRequest(
             owner=self.user,
             pool=self.pool,
@@ -82,14 +84,14 @@ def job_of(seat: SeatStatus) -> int | None:
     if seat.workload is not None:
         return int(seat.workload.id) if seat.workload.engine == SLURM and seat.workload.id.isdecimal() else None
     number = seat.server.removeprefix(_SERVER)
-    # A hub's user may give a server this name, but a hub's seats name the hub and are not admitted by an engine.
+    # A user of a hub may give a server such a name, but the seat then names the hub and was not admitted by an engine.
     return int(number) if seat.admitted and not seat.hub and seat.server != number and number.isdecimal() else None
 
 
 def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the pool and the thousandths that a job asked for, or None if it asked for no share.
+    """Return the pool and the milli-GPU that a job requested, or None if it requested no share.
 
-    `pools`: the pool of each count, by the count's name in Slurm. Raises EngineError for a share that no seat can have.
+    `pools` has the pool of each count, by the name of the count in Slurm. Raises EngineError if no seat can have the requested share.
     """
     asked = {key: milli for key, milli in job.gres.items() if key.partition(":")[0] in pools and milli > 0}
     if not asked:
@@ -115,9 +117,9 @@ def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | N
 
 
 def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> int | None:
-    """Return a job's shards in thousandths of one GPU, or None.
+    """Return the shards of a job in milli-GPU, or None if it has none.
 
-    `node_gres` says how many shards a GPU has; `indexes`: the GPUs that Slurm chose. Raises EngineError.
+    `node_gres` says how many shards a GPU has. `indexes` are the indexes of the GPUs that Slurm chose. Raises EngineError.
     """
     shards = total_of(job.gres, SHARD)
     if not shards:
@@ -140,7 +142,7 @@ class SeatFiles:
         self.folder = folder
 
     def prepare(self) -> None:
-        """Create the folder. Raises OSError, or EngineError if another user may have made it."""
+        """Create the folder. Raises OSError, or EngineError if another user may have created it."""
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.geteuid():
@@ -155,11 +157,11 @@ class SeatFiles:
         return self.folder / f"job-{job_id}.{kind}"
 
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
-        """Take the job's seat, write its file, and return the seat and warnings.
+        """Take the job's seat and write its file. Return the seat and warnings.
 
-        If the job's memory cannot hold an idle kernel's data, the kernel would stay on the GPU. The job's control group does not exist
-        yet, so this checks the memory requested of Slurm. Raises NoRoomError if the broker refuses, BadRequestError if the memory is too
-        small, other FractionalGPUErrors, and OSError.
+        If the data of an idle kernel does not fit into the job's memory, the kernel would stay on the GPU. The job's control group does not
+        exist yet, so this checks the amount of memory that the job requested from Slurm. Raises NoRoomError if the broker refuses,
+        BadRequestError if the memory is too small, other subclasses of FractionalGPUError, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:
@@ -218,7 +220,7 @@ class SeatFiles:
     def write_refusal(self, job_id: int, socket: str, line: str) -> None:
         try:
             self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
-        except OSError:  # a full disk still has room for a name: the task prolog explains an empty file
+        except OSError:  # a full disk still has room for an empty file, and the task prolog explains that
             self._path(job_id, "env").touch()
             self._path(job_id, "env").chmod(0o644)
 
@@ -229,7 +231,7 @@ class SeatFiles:
 
     @contextmanager
     def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
-        """Write the request, and keep other processes from registering it during the block. Raises OSError."""
+        """Write the request, and prevent other processes from registering it during the block. Raises OSError."""
 
         def lock(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -243,19 +245,19 @@ class SeatFiles:
 
     @contextmanager
     def claimed(self, job_id: int) -> Iterator[bool]:
-        """Yield whether this process may register the job's request during the block: if so, no other does."""
+        """Yield whether this process may register the job's request during the block. If so, no other process may."""
         with ExitStack() as stack:
             try:
                 descriptor = os.open(self._path(job_id, "wanted"), _READ)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free = True
-            except OSError:  # the job has ended, or its Prolog registers it
+            except OSError:  # the job has ended, or its Prolog is registering it
                 free = False
             yield free
 
     def wanted(self) -> Iterator[JobSeat]:
-        """Yield the requests of jobs whose Epilog has not run."""
+        """Yield the requests of all jobs whose Epilog has not run."""
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(self.folder)):  # noqa: PTH208 - names only
                 if _WANTED.fullmatch(name) and (found := self._read_wanted(self.folder / name)) is not None:
@@ -269,13 +271,13 @@ class SeatFiles:
                     return None
                 return JobSeat(**json.loads(file.read(_LONGEST)))
         except (OSError, ValueError, TypeError):
-            return None  # it was removed, or is not ours
+            return None  # the file was removed, or is not ours
 
     def knows(self, job_id: int) -> bool:
         return any(self._path(job_id, kind).exists() for kind in _KINDS)
 
     def is_wanted(self, job_id: int) -> bool:
-        """Return whether the job's request is still there, because its Epilog has not run."""
+        """Return whether the job's request still exists, which means that its Epilog has not run."""
         return self._path(job_id, "wanted").exists()
 
     def remove(self, job_id: int) -> None:

@@ -1,9 +1,9 @@
-"""Kubernetes' API through `kubernetes_asyncio`: requests and errors, for agents and hubs, and the engine of one node.
+"""The Kubernetes API through `kubernetes_asyncio`: requests and errors for agents and hubs, and the engine for one node.
 
-Only the fields in `protocol.pods` are parsed and checked: the client's own models take milliseconds per pod. The agent patches only the
-node's *status* (extended resources and an annotation), so it can neither taint nor cordon. It lists pods once, then watches them from the
-list's version; if that version expires (410), it lists again. It retries failures with pauses that double up to a minute, and keeps the
-known pods meanwhile.
+Only the fields in `protocol.pods` are parsed and checked, because the client's own models take milliseconds for each pod. The agent patches
+only the *status* of the node (extended resources and an annotation), so it can neither taint nor cordon the node. It lists the pods once
+and then watches them from the version of the list. If that version expires (410), it lists the pods again. After a failure it retries with
+pauses that double up to one minute, and keeps the known pods in the meantime.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ __all__ = ["RIGHTS", "KubernetesEngine", "Page", "ask", "configuration", "listed
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
-_ANSWER_S: Final = 10.0  # of one request
+_ANSWER_S: Final = 10.0  # the time limit of one request
 _RAW: Final[Mapping[str, Any]] = {"_preload_content": False, "_request_timeout": _ANSWER_S}
-_WATCH_S: Final = 300  # when the server ends a watch; up to twice as long, so that agents spread out
-_PAGE: Final = 250  # objects
+_WATCH_S: Final = 300  # the server ends a watch after this time, or up to twice as long, to spread the load
+_PAGE: Final = 250  # objects on one page of a list
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 60.0
 _SHORT_S: Final = 5.0
 _LONGEST_TEXT: Final = 300
-_UNUSABLE: Final = (400, 404, 405, 415, 422)  # repeating the request changes nothing
-# The client does not check the file's form: an empty file, for instance, raises TypeError.
+_UNUSABLE: Final = (400, 404, 405, 415, 422)  # repeating the request does not help
+# The client does not validate the file: for example, it raises TypeError for an empty file.
 _NO_SETTINGS: Final = (ConfigException, OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError)
 
 RIGHTS: Final = [
@@ -68,7 +68,7 @@ class _Refusal(Struct):
 
 
 async def configuration(kubeconfig: str | None, *, in_pod: bool, remedy: str) -> client.Configuration:
-    """Return how to reach the API server: a pod's service account, or a kubeconfig file. Raises EngineError."""
+    """Return the configuration for the API server, from the pod's service account or a kubeconfig file. Raises EngineError."""
     found = client.Configuration()
     try:
         if in_pod:
@@ -93,7 +93,7 @@ async def ask(call: Awaitable[Any], kind: type[Answer], what: str, right: str) -
         try:
             said = msgspec.json.decode(body, type=_Refusal).message
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            said = ""  # of a proxy before the API server
+            said = ""  # the answer comes from a proxy in front of the API server
         raise _failure(status, said or "no reason", what, right)
     try:
         return msgspec.json.decode(body, type=kind)
@@ -118,7 +118,7 @@ def _failure(status: int, said: str, what: str, right: str) -> EngineError:
 async def listed(
     call: Callable[..., Awaitable[Any]], kind: type[Page[Item]], what: str, right: str, **selectors: str
 ) -> tuple[list[Item], str]:
-    """Read all pages of a list; return its objects and version. Raises EngineError."""
+    """Read all pages of a list, and return its objects and its version. Raises EngineError."""
     found: list[Item] = []
     more = None
     while True:
@@ -137,10 +137,10 @@ def _use(verb: str, resource: str) -> tuple[str, str]:
 
 
 class KubernetesEngine:
-    """The `engine.Engine` of one node, and the node's pods. A context manager. `say` gets lines for the log.
+    """The `engine.Engine` for one node, which also has the node's pods. This is a context manager. `say` is called with log lines.
 
-    Counts are thousandths by extended resource, -1 if the node does not have the resource yet. The client runs on an event loop in a
-    thread; methods block for a few seconds at most.
+    Counts are in milli-GPU, by extended resource. A count is -1 if the node does not have the resource yet. The client runs on an event
+    loop in a separate thread. Methods block for at most a few seconds.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class KubernetesEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="Kubernetes API", daemon=True)
         self.changed = threading.Event()
-        """Set when a pod of the node has changed; the reader clears it."""
+        """This is set when a pod of the node has changed. The reader clears it."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -223,9 +223,9 @@ class KubernetesEngine:
                     self._report(str(_failure(error.status, str(error.reason), *_use("watch", "pods"))))
             except EngineError as error:
                 self._report(str(error))
-            except Exception as error:  # noqa: BLE001 - the client's own for what is no event, and the connection's
+            except Exception as error:  # noqa: BLE001 - errors of the client for invalid events, and of the connection
                 self._report(f"the watch of this node's pods broke: {str(error) or type(error).__name__}")
-            # A watch that keeps ending right after it began is a failure without an error.
+            # A watch that repeatedly ends right after it began also counts as a failure.
             failures = failures + 1 if clock() - begun_s < _SHORT_S else 0
             if failures:
                 pause_s = min(self._first_pause_s * 2.0 ** min(failures - 1, 16), _LONGEST_PAUSE_S)
@@ -261,27 +261,27 @@ class KubernetesEngine:
             summary=node.summary or "",
         )
 
-    def write_node(self, write: NodeWrite, record: NodeRecord) -> None:  # noqa: ARG002 - a patch leaves the rest as it is
+    def write_node(self, write: NodeWrite, record: NodeRecord) -> None:  # noqa: ARG002 - a patch does not change other fields
         self._patch(write.summary, {name: str(count) for name, count in write.counts.items()})
 
     def remove(self) -> None:
         self._patch(None, dict.fromkeys(self._names.values()))
 
     def _patch(self, summary: str | None, counts: Mapping[str, str | None]) -> None:
-        # The kubelet copies capacity to allocatable when it next reports, up to five minutes later: both are written.
+        # The kubelet copies capacity to allocatable only at its next report, up to five minutes later, so write both.
         status = {"capacity": counts, "allocatable": counts}
         body = {"metadata": {"annotations": {pods.SUMMARY: summary}}, "status": status}
         self._run(ask(self._api.patch_node_status(self._node, body, **_RAW), Node, *_use("patch", "nodes/status")))
 
     def annotate_pod(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """Set annotations of a pod, unless it is gone. Blocks. Raises EngineError."""
+        """Set annotations on a pod, unless it is gone. Blocks. Raises EngineError."""
         about = pod.metadata
         body = {"metadata": {"uid": about.uid, "annotations": dict(annotations)}}
         patch = self._api.patch_namespaced_pod_status(about.name, about.namespace, body, **_RAW)
         try:
             self._run(ask(patch, Pod, *_use("patch", "pods/status")))
         except EngineError as error:
-            if re.search(r"\((404|409): ", str(error)) is None:  # 409: another pod has its name
+            if re.search(r"\((404|409): ", str(error)) is None:  # 409: another pod now has this name
                 raise
 
 

@@ -1,9 +1,10 @@
-"""The seats of the pods on this node: a pod's share of a GPU, registered with the node's broker.
+"""The seats of the pods on this node: each pod's share of a GPU, registered with the node's broker.
 
-The pod's extended resource is its share: the scheduler has counted it, and annotations are checked against it. A seat is for the pod's UID.
-Its kernels need no token: the broker finds their pod by the control group. A seat ends with its pod, but only once the pods have been
-listed. Any user of the cluster can create pods, so a pod's stated owner is trusted only in a hub's namespaces; elsewhere the owner is
-`NAMESPACE/POD`. Pools set terms for the groups `kubernetes` and `kubernetes:NAMESPACE`.
+The pod's extended resource defines its share, because the scheduler has counted this resource. Annotations are checked against it. A seat
+belongs to the UID of a pod. The pod's kernels need no token, because the broker identifies their pod by the control group. A seat ends with
+its pod, but only after the pods have been listed. Any user of the cluster can create pods, so the owner that a pod states is trusted only
+in a hub's namespaces. In other namespaces the owner is `NAMESPACE/POD`. Pools can set terms for the groups `kubernetes` and
+`kubernetes:NAMESPACE`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -28,7 +29,7 @@ _TTL_MS: Final = 60_000
 def is_ours(pod: Pod) -> bool:
     try:
         asks = bool(pods.shares_of(pod.spec))
-    except ValueError:  # its request cannot be parsed: its seat is refused with the reason
+    except ValueError:  # the request cannot be parsed, so the seat is refused later, with the reason
         asks = True
     return asks or pods.POOL in pod.annotations or pods.FRACTION in pod.annotations
 
@@ -45,7 +46,9 @@ def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
     owner = pod.annotations.get(pods.OWNER, "") if trusted else ""
     return SeatRequest(
         owner=owner or f"{about.namespace}/{about.name}"[:MAX_NAME],
-        hub=f"{KUBERNETES}:{about.namespace}" if owner else "",  # two hubs may have users and servers of the same names
+        hub=f"{KUBERNETES}:{about.namespace}"
+        if owner
+        else "",  # two hubs may have users and servers with the same names
         server=(pod.annotations.get(pods.SERVER, "") if owner else "") or f"pod-{about.uid}",
         pool=pool,
         fraction_milli=milli,
@@ -80,10 +83,10 @@ def _share(pod: Pod) -> tuple[str, int]:
 
 
 class PodSeats:
-    """Keeps the broker's seats in step with this node's pods, and annotates each pod with its seat and usage.
+    """Keeps the broker's seats in step with the pods on this node, and annotates each pod with its seat and usage.
 
-    `say` gets one log line per change. Pods in `hub_namespaces` may state their owner. `annotate(pod, annotations)` raises EngineError;
-    if it lacks the right, it is tried and logged only once.
+    `say` is called with a log line for each change. Pods in `hub_namespaces` may state their owner. `annotate(pod, annotations)` raises
+    EngineError; if it is not permitted, it is tried and logged only once.
     """
 
     def __init__(
@@ -99,11 +102,11 @@ class PodSeats:
         self._annotate = annotate
         self._may_annotate = True
         self._hub_namespaces = frozenset(hub_namespaces)
-        self._outcomes: dict[str, str] = {}  # what became of each pod's seat, by UID: a sentence
+        self._outcomes: dict[str, str] = {}  # a sentence about the seat of each pod, by the pod's UID
         self._figures: dict[str, JobFigures] = {}
 
     def keep(self, found: Iterable[Pod] | None) -> None:
-        """Take and end seats so that each pod that asks for a share has one. `found`: None while the pods are unknown.
+        """Take and end seats so that each pod that requests a share has one seat. `found` has the pods, or is None while they are unknown.
 
         Raises FractionalGPUError if the broker does not answer.
         """
@@ -177,7 +180,7 @@ def _seats_by_pod(client: SeatClient) -> dict[str, list[SeatStatus]]:
 def in_use(found: Iterable[Pod]) -> dict[str, int]:
     total: dict[str, int] = {}
     for pod in found:
-        with suppress(ValueError):  # the scheduler would not have admitted a share that is not a number
+        with suppress(ValueError):  # the scheduler does not admit a share that is not a number
             for pool, milli in pods.shares_of(pod.spec).items() if not pod.ended else ():
                 total[pool] = total.get(pool, 0) + milli
     return total

@@ -1,8 +1,8 @@
-"""The fields that we read of Kubernetes' pods and nodes, and our names there, below `fractional-gpu.jupyter.org`.
+"""The fields of Kubernetes pods and nodes that we read, and our resources and annotations, whose prefix is `fractional-gpu.jupyter.org`.
 
-The extended resource decides: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU in that pool. Annotations only explain:
-`.../pool` and `.../fraction` must agree with the resource; `.../owner` and `.../server` are trusted in a hub's namespaces. The agent
-writes `.../seat` and `.../usage`, and `.../summary` on nodes (`protocol.nodes`), if it may.
+The extended resource defines the share: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU in that pool. Annotations are only
+informative. `.../pool` and `.../fraction` must agree with the resource, and `.../owner` and `.../server` are trusted only in a hub's
+namespaces. If permitted, the agent writes `.../seat` and `.../usage` on pods and `.../summary` on nodes (`protocol.nodes`).
 """
 
 import re
@@ -40,7 +40,7 @@ def pool_of(resource: str) -> str | None:
 
 
 def whole_quantity(text: object) -> int:
-    """Parse the whole quantity of an extended resource: the API server writes 2000 as `2k`. Raises ValueError."""
+    """Parse the whole quantity of an extended resource, which the API server may abbreviate, as in `2k` for 2000. Raises ValueError."""
     if type(text) is int:
         return text
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
@@ -56,7 +56,7 @@ def whole_quantity(text: object) -> int:
 class Metadata(Struct, rename="camel", kw_only=True):
     name: str
     uid: str
-    namespace: str = ""  # nodes have none
+    namespace: str = ""  # nodes have no namespace
     annotations: dict[str, str] | None = None
     creation_timestamp: datetime | None = None
     deletion_timestamp: datetime | None = None
@@ -84,7 +84,7 @@ class PodStatus(Struct, rename="camel"):
 
 
 class Pod(Struct):
-    """A pod. Fields that we do not use, such as its environment, are dropped."""
+    """A pod. Fields that we do not use, such as the environment, are dropped."""
 
     metadata: Metadata
     spec: PodSpec = field(default_factory=PodSpec)
@@ -131,15 +131,15 @@ class Node(Struct):
 
 
 def shares_of(spec: PodSpec) -> dict[str, int]:
-    """Return the thousandths that a pod's spec asks for, by pool, as the scheduler counts them. Raises ValueError.
+    """Return the milli-GPU that a pod's spec requests from each pool, as the scheduler counts them. Raises ValueError.
 
-    Containers run together with the sidecars (init containers that stay); other init containers run before, one at a time.
+    Containers run at the same time as sidecars (init containers that keep running). Other init containers run earlier, one at a time.
     """
     together, before = Counter[str](), Counter[str]()
     for container in spec.init_containers or ():
         if container.restart_policy == "Always":
             together += _asked(container)
-        else:  # it runs next to the earlier ones that stay
+        else:  # this container runs at the same time as the sidecars before it
             before |= together + _asked(container)
     for container in spec.containers or ():
         together += _asked(container)
@@ -148,6 +148,6 @@ def shares_of(spec: PodSpec) -> dict[str, int]:
 
 def _asked(container: Container) -> Counter[str]:
     resources = container.resources or Resources()
-    # Requests default to limits, and for extended resources both are equal.
+    # Requests default to the limits, and for extended resources both must be equal.
     amounts = {**(resources.limits or {}), **(resources.requests or {})}
     return Counter({pool: whole_quantity(amounts[name]) for name in amounts if (pool := pool_of(name)) is not None})

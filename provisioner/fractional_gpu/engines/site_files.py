@@ -1,7 +1,7 @@
-"""A site's Slurm configuration (slurm.conf with its includes, gres.conf, cgroup.conf), and changes to it as a diff.
+"""A site's Slurm configuration (slurm.conf with its includes, gres.conf and cgroup.conf), and changes to it as a diff.
 
-If a key is given twice, Slurm silently takes the last line. So an existing key is changed in its line, never added. Nothing is written
-here: `patch` applies the diff, and `patch -R` reverts it byte for byte.
+If a key occurs twice, Slurm silently uses the last line. So an existing key is changed in its line and never added again. This module
+writes no files: `patch` applies the diff, and `patch -R` restores the same bytes.
 """
 
 import difflib
@@ -19,7 +19,7 @@ _MARK = "# for shares of GPUs (jupyter-fractional-gpu)\n"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    r"""A line of a file, which `\\` may continue. `begin`: its offset; `text` has blanks instead of its comments."""
+    r"""A line of a file, which may continue after `\\`. `begin` is its offset. In `text`, comments are replaced by blanks."""
 
     file: Path
     begin: int
@@ -33,7 +33,7 @@ class Setting:
 
 
 class ConfigFile:
-    """A file and what it includes. A missing file is empty. Raises OSError for an unreadable one."""
+    """A file and the files that it includes. A missing file counts as empty. Raises OSError if a file is not readable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class ConfigFile:
         self._read(path)
 
     def _read(self, path: Path) -> None:
-        # Line ends are kept: reverting the diff must restore the same bytes.
+        # Keep the line ends, because reverting the diff must restore the same bytes.
         text = path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
         self._texts[path], self._edits[path] = text, []
         begin = end = 0
@@ -60,7 +60,7 @@ class ConfigFile:
             begin = end
 
     def of_key(self, key: str) -> list[Setting]:
-        """Return a key's lines: settings of the whole cluster, of which the last applies, or records (NodeName)."""
+        """Return all lines with this key: settings for the whole cluster, of which the last applies, or records such as NodeName."""
         of_records = bool(_RECORD.match(f"{key}="))
         return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
 

@@ -1,14 +1,14 @@
-"""Slurm's commands: `scontrol`, `squeue`, and for ended jobs `sacct` and `sacctmgr`, of 22.05 and newer.
+"""Runs Slurm's commands `scontrol` and `squeue`, and `sacct` and `sacctmgr` for jobs that have ended. Supports Slurm 22.05 and newer.
 
-- Users choose job names, comments and paths, line breaks included, and `scontrol show job` prints them before the fields we need. So
-  jobs are read through `squeue`, with named columns that hold no user's text. Nothing goes through a shell.
-- A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent moves
-  thousandths between the two. Their sum must stay as in gres.conf: a node registers again about every half hour, and slurmctld drains
-  it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
-- Array tasks and parts of a heterogeneous job are named as users see them (`12_3`, `12+1`). The last task has the array's own number and
-  the first part the whole job's: updating that number would change all of them.
-- In a federation `squeue` may show other clusters' jobs (REVOKED, without resources): `--local` asks this cluster alone.
-- Every call ends within `timeout_s`: the commands themselves wait for a daemon that is down.
+- Users choose job names, comments and paths, which may contain line breaks, and `scontrol show job` prints them before the fields that we
+  need. So we read jobs through `squeue`, with named columns that contain no text from users. No command goes through a shell.
+- The milli-GPU of a pool are one count-only GRES with two types, as in `jgpu:open:N,jgpu:closed:M`. Jobs request the open type, and the
+  agent moves milli-GPU between the two types. Their sum must stay the same as in gres.conf. A node registers again about every half hour,
+  and slurmctld drains it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
+- Array tasks and components of a heterogeneous job are named as users see them (`12_3` or `12+1`). The last task has the same number as the
+  array, and the first component has the same number as the whole job. Updating that number would change all of them.
+- In a federation, `squeue` may show jobs of other clusters, which are REVOKED and have no resources. `--local` queries only this cluster.
+- Every call ends within `timeout_s`, because the commands themselves would wait for a daemon that is down.
 """
 
 import os
@@ -22,17 +22,17 @@ from pathlib import Path
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 
 OPEN, CLOSED, SHARD = "open", "closed", "shard"
-"""The type that jobs ask for, the type that holds the rest, and Slurm's own GRES of parts of a GPU."""
+"""The type that jobs request, the type for the rest, and Slurm's own GRES for parts of a GPU."""
 
 _CONF = "/etc/slurm/slurm.conf"
 TIMEOUT_S = 10.0
 _SEPARATOR = "|"
 _COLUMNS = ("JobID", "UserID", "UserName", "State", "tres-per-node", "JobArrayID", "tres-alloc", "NumNodes")
-_ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last may contain separators and line breaks
+_ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last field may contain separators and line breaks
 JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _JOB_NAME = re.compile(r"[1-9][0-9]{0,9}(?:_[0-9]{1,9}|\+[0-9]{1,9})?", re.ASCII)
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-# NAME, TYPE, COUNT. A type may begin with a digit (2080ti, 1g.10gb) or be a number (3090); a single number after the name is the count.
+# NAME, TYPE and COUNT. A type may begin with a digit (2080ti, 1g.10gb) or be a number (3090). A single number after the name is the count.
 _GRES_NAME, _GRES_TYPE = r"([A-Za-z_][\w-]*)", r":((?!no_consume\b)\w[\w.-]*)"
 _GRES_COUNT, _GRES_END = r"(?::no_consume)?[:=](\d{1,12})([KMGTkmgt]?)", r"(?:\(.*\))?"
 _GRES = [
@@ -46,14 +46,14 @@ _MEMORY = re.compile(r"(?:^|,)mem=(\d+(?:\.\d+)?)([KMGT]?)")
 _FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
 _ERROR = re.compile(r"^(?:sbatch|squeue|scancel|scontrol|sacct|sacctmgr): error: ", re.MULTILINE)
 NO_JOB, _NO_LONGER = "Invalid job id", "already finished"
-# Only these mean that the request itself is wrong; other failures (munge, the network, sudo) may pass.
+# Only these errors mean that the request itself is wrong. Other failures (munge, the network, sudo) may be temporary.
 _FAULTS = (
     *("Batch job submission failed", "Invalid", "Unrecognized", "denied", "is not a valid"),
     _NO_LONGER,
 )
 _LONGEST_COMMENT = 500
 _COMMENT_OF_OURS = "jupyter-gpu: "
-_ACCOUNTING = ("sacct", "sacctmgr")  # commands that ask slurmdbd
+_ACCOUNTING = ("sacct", "sacctmgr")  # commands that query slurmdbd
 ENDED = (
     *(
         "BOOT_FAIL",
@@ -72,9 +72,10 @@ ENDED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """A job on a node. `gres`: how much of each GRES it has on each of its nodes, by name.
+    """A job on a node. `gres` says how much of each GRES the job has on each of its nodes.
 
-    `name`: its number as users see it, such as `12_3` for a task of array 12; `memory_mib`: its memory on each node, None: unknown.
+    `name` is the number of the job as users see it, such as `12_3` for a task of array 12. `memory_mib` is its memory on each node, or None
+    if unknown.
     """
 
     job_id: int
@@ -87,7 +88,7 @@ class SlurmJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job has ended, so that its Epilog has run or never will."""
+        """Whether the job has ended. In that case, its Epilog has already run or will never run."""
         return self.state in ENDED
 
 
@@ -98,9 +99,9 @@ def job_number(text: str) -> int:
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """Parse `jgpu:open:250,gpu:2(IDX:0-1)` into counts by `NAME:TYPE` or `NAME`; a missing number means 1.
+    """Parse a text such as `jgpu:open:250,gpu:2(IDX:0-1)`, and return the counts by `NAME:TYPE` or `NAME`. A missing number means 1.
 
-    Raises EngineError for a malformed text.
+    Raises EngineError if the text is malformed.
     """
     found: dict[str, int] = {}
     for word in gres_words(text):
@@ -123,10 +124,10 @@ def gres_words(text: str) -> list[str]:
 
 
 class Slurm:
-    """Slurm's commands on a node; `node` is its name in Slurm. Raises EngineError for a malformed name.
+    """Slurm's commands on a node. `node` is its name in Slurm. Raises EngineError if that is malformed.
 
-    Every method raises EngineUnavailableError if the controller (or slurmdbd, for ended jobs) does not answer or the commands are missing,
-    and EngineError if it refuses.
+    Every method raises EngineUnavailableError if the commands are missing or the controller (or slurmdbd, for ended jobs) does not answer,
+    and EngineError if it refuses the request.
     """
 
     def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -136,7 +137,7 @@ class Slurm:
         self._timeout_s = timeout_s
 
     def read_node(self) -> NodeRecord:
-        """Return how much of each GRES with open and closed types jobs may have and do have, and the summary in `Extra`."""
+        """Return the node's counts of each GRES that has open and closed types, how much jobs have of each, and the summary in `Extra`."""
         record = self.fields()
         there, used = parse_gres(record.get("Gres", "")), parse_gres(record.get("GresUsed", ""))
         names = sorted(name[: -len(OPEN) - 1] for name in there if name.endswith(f":{OPEN}"))
@@ -159,8 +160,8 @@ class Slurm:
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
         """Write the counts and the summary.
 
-        The update names all GRES of the node: any left out could no longer be allocated. Slurm refuses updates that name shards, so a
-        node with shards cannot have our counts.
+        The update names all GRES of the node, because a GRES that is left out could no longer be allocated. Slurm refuses updates that name
+        shards, so a node with shards cannot have our counts.
         """
         words = [f"nodename={self.node}"]
         if write.counts:
@@ -184,7 +185,7 @@ class Slurm:
             if NO_JOB in str(error):
                 return None
             raise
-        # The number of an array, or of a heterogeneous job, names all its parts.
+        # The number of an array or of a heterogeneous job selects all its parts.
         return next((job for job in map(_job, text.splitlines()) if job.job_id == job_id), None)
 
     def jobs(self) -> list[SlurmJob]:
@@ -195,7 +196,7 @@ class Slurm:
         return self.call("squeue", "--local", "--noheader", *words, f"--Format={columns}")
 
     def comment(self, job_id: int, text: str) -> bool:
-        """Set a running job's AdminComment; return False if the job has ended."""
+        """Set the AdminComment of a running job. Return False if the job has ended."""
         job = self.job(job_id)
         if job is None or job.has_ended:
             return False
@@ -208,17 +209,17 @@ class Slurm:
         return True
 
     def comment_in_accounting(self, job_id: int, text: str) -> bool:
-        """Set an ended job's AdminComment in the accounting database, unless another program set it.
+        """Set the AdminComment of a job that has ended in the accounting database, unless another program has set it.
 
-        Returns False if the database has not seen the job's end yet: slurmctld's report would replace the comment.
+        Return False if the database does not know yet that the job has ended, because slurmctld's report would then replace the comment.
         """
         rows = [line.split(_SEPARATOR, 3) for line in self._accounted(job_id).splitlines()]
-        # The number of an array, or of a heterogeneous job, names all its parts here, too.
+        # Here, too, the number of an array or of a heterogeneous job selects all its parts.
         row = next((row for row in rows if len(row) == 4 and row[0] == str(job_id)), None)
         if row is None or row[2] in ("", "Unknown"):
             return False
         _, name, _, there = row
-        # `sacctmgr` turns text into lower case, including foreign text.
+        # `sacctmgr` converts text to lower case, even text from other programs.
         shown = _shown(text.replace('"', "?"))
         if there.lower() != shown.lower() and (not there or there.startswith(_COMMENT_OF_OURS)):
             self.call("sacctmgr", "-i", "modify", "job", "where", f"jobid={name}", "set", f'admincomment="{shown}"')
@@ -228,7 +229,7 @@ class Slurm:
         return self.call("sacct", "--local", "-X", "-n", "-P", f"--jobs={job_id}", f"--format={_ACCOUNTED}")
 
     def ask_accounting(self) -> None:
-        """Check that the accounting database answers."""
+        """Check that the accounting database answers, or raise an error."""
         self._accounted(1)
 
     def config(self) -> dict[str, str]:
@@ -240,7 +241,7 @@ class Slurm:
         return found
 
     def conf(self) -> Path:
-        """Return the path of slurm.conf: SLURM_CONF, else the usual one, else the controller's answer."""
+        """Return the path of slurm.conf, which comes from SLURM_CONF, from the usual location or from the controller."""
         path = Path(os.environ.get("SLURM_CONF") or _CONF)
         if not path.exists():
             with suppress(EngineError):
@@ -286,7 +287,7 @@ def failed(command: str, said: str, code: int) -> EngineError:
 
 
 def fields_of(record: str) -> dict[str, str]:
-    """Return the fields of a one-line record; of repeated names the first, which is Slurm's own."""
+    """Return the fields of a one-line record. If a name is repeated, use the first field, which comes from Slurm itself."""
     found: dict[str, str] = {}
     for name, value in _FIELD.findall(record):
         found.setdefault(name, value.strip())
@@ -308,7 +309,7 @@ def _job(line: str) -> SlurmJob:
     try:
         return SlurmJob(
             job_id=job_number(words[0]),
-            name=words[5] if _JOB_NAME.fullmatch(words[5]) else words[0],  # `12_[4-9]`: waiting tasks
+            name=words[5] if _JOB_NAME.fullmatch(words[5]) else words[0],  # `12_[4-9]` names waiting tasks
             uid=int(words[1]),
             user=words[2],
             state=words[3],
@@ -327,7 +328,7 @@ def _memory_mib(allocated: str, nodes: str) -> int | None:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment without variables that change the output of Slurm's commands."""
+    """Return our environment without the variables that change the output of Slurm's commands."""
     path = os.environ.get("PATH", os.defpath)
     environment = {"PATH": f"{path}:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C"}
     if conf := os.environ.get("SLURM_CONF"):
