@@ -1,1 +1,1 @@
-"""The only event loop: turns the world into events and carries effects out."""
+"""The broker's event loop. It turns what happens on the host into events for the arbiter, and carries out the arbiter's effects."""

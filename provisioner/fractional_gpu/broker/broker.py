@@ -117,7 +117,7 @@ class Broker:
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
         self.culls_idle = False  # whether to end kernels that have been idle for long
-        self.lost: Mapping[str, ProcessIdentity] = {}  # by lease: living kernels whose lease has no record
+        self.lost: Mapping[str, ProcessIdentity] = {}  # by lease: live kernels whose lease has no record
         self.metering = Metering(arbiter, writer, self.kernels)
         self.habits = ShareHabits(arbiter, writer, self.kernels)
         self.turns = Turns(arbiter, writer)
@@ -180,7 +180,7 @@ class Broker:
         return effects
 
     def ask(self, event: PinRequested | MoveRequested, about: str) -> Declined | None:
-        """Dispatch a request that the arbiter answers at once. Return its refusal, or None if it agreed."""
+        """Dispatch a request that the arbiter answers at once. Return its refusal, or None if the arbiter agreed."""
         for effect in self.dispatch(event):
             if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, about):
                 return effect
@@ -439,7 +439,7 @@ class Broker:
         kernel.watch_runner(kernel.launch.holder, later)
 
     def _runner_ended(self, kernel: Kernel) -> None:
-        """Keep a command whose runner has ended on its device, or bring it back: no other process would request the device."""
+        """If a command's runner has ended, keep the command on its device or bring it back. No other process would request the device."""
         kernel.end_runner()
         sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)

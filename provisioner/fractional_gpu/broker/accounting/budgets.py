@@ -170,7 +170,7 @@ class BudgetKeeper:
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
     def states(self, party: Party) -> list[BudgetState]:
-        """Return the budgets that the party's leases count against, with the largest spent share first."""
+        """Return the budgets that the party's leases count against, sorted by the share that is spent, highest first."""
         now_s, found = self._now_s(), []
         for index, budget in enumerate(self._spending.budgets):
             if (subject := budget.subject(party)) is not None:

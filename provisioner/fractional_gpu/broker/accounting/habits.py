@@ -1,6 +1,6 @@
-"""Records day by day how notebooks and seats use their shares, and gives the advice that `core.forecasts.advice` decides.
+"""Records day by day how notebooks and seats use their shares, and gives users the advice that `core.forecasts.advice` computes.
 
-- Leases are read with each device sample, every second or two while kernels live. Peaks between samples are missed.
+- Leases are read with each device sample, every second or two while there are kernels. Peaks between samples are missed.
 - Each day is rewritten once a minute and kept for `WINDOW_DAYS`. A broker that is killed loses at most one minute.
 - Advice is computed at most once a minute per notebook. The day on which it was first given is recorded, to follow up on it.
 """
@@ -46,7 +46,7 @@ class _LastAdvice:
 
 
 class ShareHabits:
-    """The habits of one broker's notebooks, used on its loop. `kernels` maps leases to living kernels."""
+    """How the notebooks of one broker use their shares. Used on its loop. `kernels` maps leases to live kernels."""
 
     def __init__(
         self,

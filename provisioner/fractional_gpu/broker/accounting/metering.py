@@ -1,6 +1,6 @@
 """Feeds the meter with the events of leases and the energy of devices, and writes its figures to the ledger every minute.
 
-- A broker that is killed loses the figures since its last write. This is at most one minute, or ten minutes if no lease lives.
+- A broker that is killed loses the figures since its last write. This is at most one minute, or ten minutes if there are no leases.
 - The next broker counts this gap for leases that survived it. They count as idle, in the state in which the broker finds them. A lease that
   ended in the gap counts until the last write. The devices' own counters measure the energy of the gap, which is divided among the
   surviving leases.
@@ -69,7 +69,7 @@ class Clocks:
 
 
 class Metering:
-    """One broker's meter, used on its loop. `kernels` maps leases to living kernels."""
+    """One broker's meter, used on its loop. `kernels` maps leases to live kernels."""
 
     def __init__(
         self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks | None = None
@@ -118,7 +118,7 @@ class Metering:
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
         """Divide the energy since the last sample among the leases.
 
-        A lease that was busy too briefly for a measured `utilisation` counts with its learned one.
+        For a lease that was busy too briefly to have a measured `utilisation`, the learned utilisation is used.
         """
         at_ms, wall_ms = self._clocks.now(), self._clocks.wall()
         learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
@@ -145,7 +145,7 @@ class Metering:
             self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
-        """Count a lease that an earlier broker left from that broker's last write, or from the start of the lease if it was later."""
+        """Start to count an earlier broker's lease at that broker's last write, or at the start of the lease if that was later."""
         if lease_id in self._kernels and not self.meter.knows(lease_id):
             age_ms = max(0, self._clocks.wall() - self._kernels[lease_id].created_ms)
             self._observe(lease_id, max(self._began_ms, self._clocks.now() - age_ms), busy=False)

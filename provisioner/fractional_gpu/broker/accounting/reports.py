@@ -1,7 +1,7 @@
 """Sums the use of leases for the peers that may see it.
 
-- Users see their own figures. If `usage_visible` allows it, they also see the sum for each user of their group, or for each user, but never
-  the names of others' notebooks. Administrators see everything.
+- Users see their own figures. If `usage_visible` allows it, they also see one sum for each user, in their group or on the whole host, but
+  never the names of others' notebooks. Administrators see everything.
 - A hub's user and the machine's user of the same name are two people, so their figures are kept apart.
 """
 

@@ -74,7 +74,10 @@ BOOK_METRICS = (
 
 
 def register_collectors(service: LeaseService, server: Server) -> None:
-    """Add the collectors of the books, the meter and the process to the broker's registry. Add users to the full one if configured."""
+    """Add the collectors of the books, the meter and the process to the broker's registry.
+
+    If configured, add metrics with user names to the full registry.
+    """
     metrics, counters, terms = service.broker.metrics, service.broker.usage_counters, service.seats.forecasts.hub
     metrics.wait_target_ms = lambda pool: terms(pool).wait_target
     metrics.registry.register(BooksCollector(service, server.connections))

@@ -427,7 +427,7 @@ class PausingListener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection.
 
-        Raises BlockingIOError after enough connections in a row. If no descriptor is free, raises it, too, and pauses.
+        Raises BlockingIOError after enough connections in a row. If no descriptor is free, pauses and raises the same error.
         """
         if self._accepted == _ACCEPTED_AT_ONCE:
             self._accepted = 0

@@ -232,7 +232,7 @@ class GateLink:
     ) -> None:
         """Send a command that needs no answer. It is dropped if the connection is lost.
 
-        GateCommand describes `urgent` and `topic`.
+        See GateCommand for `urgent` and `topic`.
         """
         environment = dict(environment or {})
         self._put(GateCommand(verb=verb, sentence=sentence, environment=environment, urgent=urgent, topic=topic))

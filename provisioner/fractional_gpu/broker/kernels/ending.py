@@ -1,9 +1,9 @@
-"""Ends processes that are identified exactly, and explains an eviction to the kernel that follows.
+"""Ends processes, and explains an eviction to the kernel that follows.
 
 - A process is identified by its start time and signalled through its pidfd, first with SIGTERM and after a grace period with SIGKILL. The
   caller keeps listing the remaining processes, since they may start others while they end.
-- Jupyter restarts an evicted kernel under the same id with another lease. A sentence explains to the new lease who ended the earlier
-  kernel, when and why. It waits for that lease in memory. The last `_MOST` evictions are kept.
+- Jupyter restarts an evicted kernel under the same id with another lease. A sentence tells the new lease who ended the earlier kernel, when
+  and why. It is kept in memory, for the last `_MOST` evictions only.
 """
 
 import asyncio

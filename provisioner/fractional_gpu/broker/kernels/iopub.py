@@ -95,8 +95,8 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 class IOPubWatch:
     """Watches one kernel, and charges its account for it.
 
-    `busy` includes doubt, while `executing` means that the kernel certainly handles a message. The watch calls `changed()` on the loop. For
-    a message that only a person at work sends, it calls `signed(sign)` first.
+    `busy` is also true while the watch is in doubt. `executing` is true only if the kernel is certainly handling a message. The watch calls
+    `changed()` on the loop. For a message that only a person at work sends, it calls `signed(sign)` first.
     """
 
     def __init__(

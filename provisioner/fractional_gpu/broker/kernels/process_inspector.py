@@ -68,7 +68,7 @@ def uncounted_mib(use: DeviceUse) -> int:
 class ProcessScans:
     """Shared scans of /proc, which run one at a time. Thread-safe.
 
-    If `kernels` is set to the living kernels, only the environments of their users' processes are read, and otherwise all.
+    If `kernels` is set to the live kernels, only the environments of their users' processes are read. Otherwise all are read.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class ProcessInspector:
             return await SWAPS.run(self.scans.take)
 
     async def take(self, device_ids: Sequence[str] | None = None, *, max_age_s: float = 0.0) -> HostSnapshot:
-        """Return a snapshot of these devices, or all if None, and of /proc, which may be `max_age_s` seconds old. Raises GPUError."""
+        """Return a snapshot of these devices, or of all by default, and of /proc, which may be `max_age_s` seconds old. Raises GPUError."""
         with _shortage_as_gpu_error():
             # The scan waits for the operating system, and the reading for the driver.
             found, uses = await asyncio.gather(SWAPS.run(self.scans.take, max_age_s), SWAPS.run(self._uses, device_ids))

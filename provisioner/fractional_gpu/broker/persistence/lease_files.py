@@ -1,6 +1,6 @@
 """Files about leases outside the ledger: second records of leases and seats. Also removes clients' token files.
 
-A broker that lost its ledger restores the leases of living kernels from small files next to its socket. Kernels cannot supply the pool,
+A broker that lost its ledger restores the leases of live kernels from small files next to its socket. Kernels cannot supply the pool,
 size, priority and seat, because they write their environment themselves. A file counts only if it belongs to this user, no other user may
 write to it, and it names the process in question (`lost_leases` checks that). The files are not synced to disk, because no process survives
 a reboot.

@@ -101,7 +101,10 @@ class LedgerWriter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def read_aside(self, act: Callable[[], T]) -> T:
-        """Read like `read`, but in parallel to the writes. `act` uses `Ledger.metered`. Only one such read runs at a time."""
+        """Return the result of `act` as `read` does, but in parallel to the writes. Only one such read runs at a time.
+
+        `act` must use `Ledger.metered`.
+        """
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._aside, act)
 
@@ -294,7 +297,7 @@ def _seen(done: asyncio.Future[None]) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing, in order with the other writes."""
+    """An empty write, which is done in order with the others."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:

@@ -53,7 +53,7 @@ _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescued:
-    """What became of one kernel.
+    """What happened to one kernel.
 
     `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but the next broker has a record.
     """

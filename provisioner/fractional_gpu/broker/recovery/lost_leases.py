@@ -1,9 +1,9 @@
-"""Finds living kernels whose leases are not in the ledger, because it was deleted, moved or replaced by an older copy.
+"""Finds live kernels whose leases are not in the ledger, because it was deleted, moved or replaced by an older copy.
 
 Each kernel has its lease's id and its broker's socket in its environment, and a file may hold a second record (`lease_files`). If the
 ledger has the lease, the ledger's record counts. A second record counts if its process lives, belongs to the named user, and has the
 lease's id in its environment. A kernel without a record is only listed, and `jupyter gpu rescue` writes its record. A process writes its
-environment, command line and connection file itself. These are therefore not trusted for sizes, priorities or other users.
+environment, command line and connection file itself, so these are not trusted for sizes, priorities or other users.
 """
 
 import json
@@ -153,7 +153,7 @@ def _connection(path: str, uid: int, pid: int) -> str:
 
 
 def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection[str]) -> dict[str, ProcessIdentity]:
-    """Return this socket's living kernels that are neither in the ledger nor in `known`. Blocks. Raises OSError or LedgerError."""
+    """Return this socket's live kernels that are neither in the ledger nor in `known`. Blocks. Raises OSError or LedgerError."""
     return {
         one.lease_id: one.identity
         for one in carriers(uid, socket)

@@ -144,7 +144,7 @@ class SeatDraws:
         return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
 
     def predates(self, kernel: Kernel, view: LeaseView) -> bool:
-        """Return whether an earlier server than the one that now holds the seat started the kernel."""
+        """Return whether an earlier server started the kernel, not the server that holds the seat now."""
         return view.revoked or (kernel.taken_over and view.spec.seat in self._seats)
 
     def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:

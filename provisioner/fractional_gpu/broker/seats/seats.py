@@ -431,7 +431,10 @@ class Seats:
         )
 
     async def confirm(self, seat_id: str) -> SeatStatus:
-        """Make a seat permanent that the hub has saved, and wait until the ledger has it. Raises NotFoundError or LedgerError."""
+        """Keep a seat permanently, because the hub has saved it. Return once the ledger has recorded this.
+
+        Raises NotFoundError or LedgerError.
+        """
         seat = self._known(seat_id)
         if seat.expires_ms is not None:
             confirmed = structs.replace(seat, expires_ms=None)

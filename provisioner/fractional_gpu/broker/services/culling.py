@@ -25,7 +25,7 @@ End = Callable[[Kernel, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CullRule:
-    """When to end a kernel: after `after_ms` without use, or when saved state takes over `above_percent` of its host memory.
+    """When to end a kernel: after `after_ms` without use, or if saved state fills more than `above_percent` of its host memory budget.
 
     With `after_ms` None or `above_percent` 100, the condition never holds.
     """
@@ -36,7 +36,7 @@ class CullRule:
 
 
 def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullRule) -> dict[str, str]:
-    """Return by lease why each kernel is to be ended, the longest idle first."""
+    """Map each lease whose kernel should be ended to the reason, the longest idle first."""
     found: dict[str, str] = {}
     holders = [view for view in views if view.state in (LeaseState.SUSPENDED, LeaseState.RESIDENT)]
     kept_mib = sum(view.saved_mib for view in holders)

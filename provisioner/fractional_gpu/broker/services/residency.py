@@ -251,7 +251,7 @@ class Residency:
             await kernel.until(lambda: kernel.busy, min(left_s, _QUIET_S - quiet_s))
 
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
-        """Move the idle kernel to the device, or to any other if None, and return once it is there.
+        """Move the idle kernel to the device, or to any other device if None. Return once it is there.
 
         Raises ConflictError. Cancellation does not stop a move that has begun.
         """

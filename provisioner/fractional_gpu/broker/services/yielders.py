@@ -156,7 +156,7 @@ class Yielder:
 
 
 async def _loaded(server: ModelServer) -> list[str]:
-    """Return the names of the loaded models, "" for all models, or nothing if the server sleeps.
+    """Return the names of the loaded models, "" for all models, or an empty list if the server sleeps.
 
     Raises ConnectionError with a message that explains what went wrong.
     """

@@ -1,9 +1,9 @@
 """Compares the devices' counts per process with the broker's records, to enforce caps and claims and to show use.
 
-- The arbiter decides when a lease breaches its cap. The lease's notebook then gets a notice. If the pool says `kill`, those of its
-  processes that use a device are killed at once.
+- The arbiter decides when a lease breaches its cap. The lease's notebook then gets a notice. If the pool says `kill`, the lease's processes
+  that use a device are killed at once.
 - Processes that use a managed device without a lease are shown. If the pool says `refuse`, they get SIGTERM after `PATIENCE_S`, and SIGKILL
-  after the same time again. Display programs, NVIDIA's servers and processes with a living lease's id are left alone.
+  after the same time again. Display programs, NVIDIA's servers and processes with the id of a live lease are left alone.
 - A process is identified by its start time and signalled through its pidfd, never by its pid alone.
 """
 
@@ -194,7 +194,7 @@ class ContextLearner:
             self._learn(kernel, kernel.checkpoint.homes, kernel.checkpoint.sizes[kernel.identity])
 
     def breached(self, kernel: Kernel) -> None:
-        """Ask a kernel that is over its cap as soon as it is idle. Returns at once."""
+        """Have a kernel that is over its cap report its frameworks' memory as soon as it is idle. Returns at once."""
         if kernel.lease_id not in self._asking:
             task = asyncio.get_running_loop().create_task(self._ask(kernel))
             self._asking[kernel.lease_id] = task
@@ -312,7 +312,7 @@ class GpuActivity:
     async def is_quiet(self, kernel: Kernel) -> bool:
         """Return whether no device saw the lease work for `UNANSWERED_QUIET_S`.
 
-        Return True if no device reports work, and False if a device cannot be read.
+        If the devices report nothing, the lease counts as quiet. If a device cannot be read, it does not.
         """
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:

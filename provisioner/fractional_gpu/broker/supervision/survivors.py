@@ -116,7 +116,10 @@ class Survivors:
         self._ends: set[asyncio.Task[None]] = set()
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Free the room of a kernel whose process ended or was replaced, once its memory is free. The process is no longer followed."""
+        """Give away the room of a kernel whose process ended or was replaced, once the devices have freed its memory.
+
+        The process is no longer followed.
+        """
         if not kernel.ending.survivors:
             kernel.ending.root = root
         if kernel.ending.task is None:
@@ -127,7 +130,7 @@ class Survivors:
                 self._free(kernel)
 
     async def release(self, kernel: Kernel, reason: str = "released") -> None:
-        """End the lease, now or when the last processes of its kernel end. Return once it is known which.
+        """End the lease now, or when the last processes of its kernel end. Return once it is known whether any remain.
 
         If cancelled, the lease still ends.
         """
@@ -264,7 +267,7 @@ class Survivors:
         return True
 
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
-        """Evaluate a sample, given as MiB by pid. If other processes of an ended kernel have memory than before, look again."""
+        """Evaluate a sample, given as MiB by pid. Look again if a different set of an ended kernel's processes has memory."""
         view = self._view(kernel)
         if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return

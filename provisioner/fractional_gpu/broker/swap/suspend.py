@@ -190,7 +190,7 @@ class Suspension:
         """Have our extension keep cells out from now on. Raises StepError if a cell is running.
 
         If the gate does not answer in time, the kernel is treated as one without our extension once the devices' counters have been quiet
-        for a while. A kernel whose Python cannot run (because an extension module holds the GIL) looks idle by its messages.
+        for a while. The messages of a kernel whose Python cannot run (because an extension module holds the GIL) make it look idle.
         """
         await kernel.until_linked(self._times.gate_s)  # it may not have come back yet after a broker's start
         link = kernel.link
@@ -350,7 +350,7 @@ class Suspension:
         return outcome, need_mib, sentence
 
     async def _after_failed_checkpoint(self, locked: Sequence[ProcessIdentity], error: GPUError) -> Suspended:
-        """Go back if every process is still locked with its memory on the device. Otherwise the outcome is UNKNOWN."""
+        """Roll back if every process is still locked with its memory on the device. Otherwise the outcome is UNKNOWN."""
         try:
             states = [await self._worker.state(identity) for identity in locked]
         except GPUError as again:

@@ -2,7 +2,7 @@
 
 - The driver reports what is true, while the ledger only records what was intended. If the driver cannot checkpoint at all (`off`), only the
   devices' counts are known.
-- `truth` finds out a kernel's real state, after a broker's start and for quarantined leases. Half-done work is finished or undone,
+- `truth` determines a kernel's real state after a broker's start, and for quarantined leases. Half-done work is finished or undone,
   whichever is safe. Any other state is left alone and counts as unknown.
 - Only the devices concerned are read: the lease's own devices, and others on which its processes were seen.
 """
