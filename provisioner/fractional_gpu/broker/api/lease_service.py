@@ -334,7 +334,7 @@ class LeaseService:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
         self.broker.survivors.adopt(kernel)
-        kernel.taken_over = False  # the present server starts this process
+        kernel.taken_over = False  # the current server starts this process
         kernel.launch.attached(
             server=server_of(peer),
             token_file=token_file,

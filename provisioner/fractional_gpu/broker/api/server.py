@@ -313,7 +313,7 @@ class Server(HTTPServer):
         self._admin_gid = admin_gid
         self._payers = payers
         self._count: Counter[Account] = Counter()  # connections, by who pays for them
-        self._of_users = 0  # connections of users that are not administrators
+        self._of_users = 0  # connections of users who are not administrators
         self._refusals: set[asyncio.Task[None]] = set()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if descriptors == resource.RLIM_INFINITY:

@@ -212,7 +212,7 @@ class GateLink:
         self.inputs = frozenset(inputs)  # the requests that wait for the user's input, and so use no GPU
         self.closed = False
         self.mute = False  # the last command got no answer in time, and the extension has sent nothing since
-        self.detail = ""  # of the last answer
+        self.detail = ""  # the detail of the last answer
         self.reserved_mib: int | None = None  # the frameworks' memory, if the last answer contains it
         self.stream: Any = None  # the route, with `keep_alive` and `is_read`, once it carries anything
         self._line_s = now_s  # when the last keep-alive was written, or was last seen unread

@@ -79,7 +79,7 @@ class _Status(msgspec.Struct):
 
 _NO_PARENT = _Header()
 _decode_header = msgspec.json.Decoder(_Header).decode
-_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null, because xeus kernels send it without a request
+_decode_parent = msgspec.json.Decoder(_Header | None).decode  # xeus kernels send null if there was no request
 _decode_status = msgspec.json.Decoder(_Status).decode
 
 

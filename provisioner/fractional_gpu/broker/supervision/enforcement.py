@@ -215,7 +215,7 @@ class ContextLearner:
                 continue
             link, device_ids = kernel.link, self._broker.records.may_use(kernel)
             if link is None or not device_ids:
-                return  # it ended, or is being suspended, which has the same result
+                return  # it ended, or is being suspended, which gives the same figures
             word = await link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
             if word != "busy":  # busy if a cell began before the main loop read the command
                 break

@@ -369,7 +369,7 @@ async def _shrink(kernel: Kernel) -> StepError | None:
     word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)
     if word == "managed":
         return StepError(SuspendOutcome.IMPOSSIBLE, printable(kernel.link.detail)[:_LONGEST_REASON])
-    if word != "done":  # also when it does not answer
+    if word != "done":  # or if it does not answer
         return StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
     return None
 
