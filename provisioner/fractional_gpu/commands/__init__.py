@@ -1,1 +1,1 @@
-"""The jupyter gpu command."""
+"""The `jupyter gpu` command."""

@@ -1,4 +1,4 @@
-"""`jupyter gpu broker`: the broker's command line, including `--stop`. Imports `fractional_gpu.broker` only to run one."""
+"""`jupyter gpu broker` starts, stops and restarts the broker. It imports `fractional_gpu.broker` only to run a broker."""
 
 import argparse
 import io
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     given = BrokerOptions(config_file=options.config, **{name: getattr(options, name) for name in same})
     if options.detach:
         unused = _about_unused_options(options, given)
-        # Print its output below the progress bar, not into it.
+        # Print the broker's output below the progress bar, not into it.
         with Progress("starting the broker ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
             code = start_detached(given)
         sys.stderr.write(said.getvalue())
@@ -169,9 +169,9 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
 
 
-# --stop and --restart: the broker is the process that holds the lock next to the socket, or listens on the socket. So it is found even
-# if it does not answer, or if its files were deleted. The kill loses nothing: kernels outlive the broker, the journal has the operation
-# that was under way, and the checkpoint worker finishes it.
+# For --stop and --restart, the broker is the process that holds the lock next to the socket, or that listens on the socket. So it is found
+# even if it does not answer, or if its files were deleted. Killing it loses nothing: kernels outlive the broker, the journal records the
+# current operation, and the checkpoint worker finishes this operation.
 
 ORDERLY_S = 30.0
 _KILLED_S = 10.0
@@ -182,12 +182,12 @@ _Command = tuple[list[str], dict[str, str]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
     socket: str
-    pid: int | None  # None: no broker ran
+    pid: int | None  # None if no broker ran
     how: str  # "orderly", "killed" or "none"
     resident: int | None
     suspended: int | None
     waiting: int | None
-    restarted: int | None  # the pid of the new broker; None: no restart
+    restarted: int | None  # the pid of the new broker, or None if there was no restart
 
 
 def find_broker(socket: str) -> int | None:
@@ -206,7 +206,7 @@ def run_stop(options: argparse.Namespace) -> int:
         check_owner(path, pid)
         command = restart_command(path) or _own_command(
             pid
-        )  # before it ends: a broker without leases removes its record then
+        )  # read before the broker ends, because a broker without leases then removes its record
         with suppress(FractionalGPUError), BrokerClient(path, timeout_s=ANSWER_S) as client:
             status = client.status()
         with Progress(f"stopping the broker (process {pid}) ...", blocks=True, silent=True):
@@ -247,11 +247,11 @@ def _render(done: Stopped) -> list[str]:
 
 
 def _lock_holders(socket: str) -> Iterator[int]:
-    # The lock is next to the socket as it was named; /proc shows the real path.
+    # The lock is next to the socket's path as it was given, but /proc shows the real path.
     lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
     for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
         if pid.isdigit():
-            # Processes exit during the scan, and other users' are unreadable.
+            # Processes exit during the scan, and those of other users are unreadable.
             with suppress(OSError):
                 if any(_holds(pid, one, lock) for one in os.listdir(f"/proc/{pid}/fd")):  # noqa: PTH208 - as above
                     yield int(pid)
@@ -282,7 +282,7 @@ def check_owner(path: str, pid: int) -> None:
     try:
         uid, words = owner_uid(pid), read_command(pid)
     except (ProcessLookupError, FileNotFoundError):
-        return  # it has ended in the meantime
+        return  # it has already ended
     if "rescue" in words:
         raise CommandError(
             f"process {pid} is not a broker: it is rescuing the kernels of {path}; wait for it to finish"
@@ -317,7 +317,7 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
     try:
         signal.pidfd_send_signal(descriptor, number)
         if read_stat(pid).stopped_or_traced:
-            signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process takes no other signal
+            signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process handles no other signal
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if poll.poll(ORDERLY_S * 1000):

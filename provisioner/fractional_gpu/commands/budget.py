@@ -1,4 +1,4 @@
-"""`jupyter gpu budget`: shows the remaining budgets of users and groups, or adds to one."""
+"""`jupyter gpu budget` shows what is left of the budgets of users and groups, or adds to a budget."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""`jupyter gpu lease`: reserves GPU memory for a program that Jupyter does not start."""
+"""`jupyter gpu lease` reserves GPU memory for a program that Jupyter does not start."""
 
 import argparse
 import os
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
         raise failure from None
     finally:
         line.stop()
-    if command:  # it replaces this process, which holds the claim
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
+    if command:  # the command replaces this process, which holds the claim
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals
             signal.signal(number, signal.SIG_DFL)
         try:
             os.execvpe(command[0], command, {**environment_without("", os.environ), **bound})  # noqa: S606 - no shell

@@ -1,7 +1,7 @@
-"""`jupyter gpu completion`, and completion itself, with argcomplete.
+"""`jupyter gpu completion` sets up completion in a shell. This module also completes command lines, using argcomplete.
 
-When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. Queries
-to a broker have a short timeout, because a blocking completion is worse than none.
+When the user presses Tab, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. Queries to a broker
+have a short timeout, because a blocking completion is worse than none.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 SHELLS = ("bash", "zsh", "fish")
 _COMMANDS = ("jupyter", "jupyter-gpu")
 _ANSWER_S = 0.5
-_FILES = frozenset({"FILE", "PATH", "DIR", "SESSIONS", "CELLS"})  # arguments with these names complete to files
+_FILES = frozenset({"FILE", "PATH", "DIR", "SESSIONS", "CELLS"})  # arguments with these names are completed to files
 ParserOf = Callable[[str], argparse.ArgumentParser]
 EPILOG = """\
 examples:
@@ -91,7 +91,7 @@ def proposals(what: str, parsed_args: argparse.Namespace) -> Mapping[str, str] |
         with BrokerClient(path, token=seat.token if seat is not None else None, timeout_s=_ANSWER_S) as client:
             status = client.status()
     except FractionalGPUError:
-        return []  # a completion starts no broker
+        return []  # completion starts no broker
     if what == "leases":
         return {lease.lease_id[:8]: lease.spec.label or lease.state for lease in status.leases}
     if what == "devices":

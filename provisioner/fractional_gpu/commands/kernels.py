@@ -1,4 +1,4 @@
-"""`jupyter gpu kernels`: installs, lists and removes kernelspecs such as "Python 3 · 1/4 GPU", one for each fraction of each pool."""
+"""`jupyter gpu kernels` installs, lists and removes kernelspecs such as "Python 3 · 1/4 GPU", one for each fraction of each pool."""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
-"""`jupyter gpu lab`: JupyterLab with kernels on fractions of a GPU, without installing kernelspecs.
+"""`jupyter gpu lab` starts JupyterLab with kernels on fractions of a GPU, without installing kernelspecs.
 
-The kernelspecs are in a private folder that only this JupyterLab reads. With `--simulate` it also has a separate broker, so that trials
-never touch the real GPUs' broker.
+The kernelspecs are in a private folder that only this JupyterLab reads. With `--simulate`, JupyterLab also has a separate broker, so that
+trials never touch the broker of the real GPUs.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         )
     for line in _announcement(status, [spec.display_name for spec in specs], socket):
         say(line, sys.stderr, flush=True)
-    # -P: a folder in the working directory must not shadow our packages.
+    # With -P, a folder in the working directory cannot shadow our packages.
     command = [sys.executable, "-P", "-m", "jupyterlab", *options.passed_on]
     path = os.pathsep.join(part for part in (str(data), os.environ.get("JUPYTER_PATH", "")) if part)
     environment = {**os.environ, "JUPYTER_PATH": path, "JUPYTER_GPU_SOCKET": socket}

@@ -1,6 +1,7 @@
-"""The commands for leases and devices, as one table: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain, undrain.
+"""The commands for leases and devices: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain and undrain.
 
-`commands.main` has the one-line summaries, so that the overview of all commands does not import this module.
+They are declared in one table. `commands.main` has their one-line summaries, so that the overview of all commands does not import this
+module.
 """
 
 import argparse
@@ -61,7 +62,7 @@ _NO_DEVICES: Final = f"and without one, no GPU can be drained or put back into u
 
 
 def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
-    """Return the lease with this lease id, kernel id or unique lease id prefix. Raises CommandError."""
+    """Return the lease with this lease id, this kernel id or this unique prefix of a lease id. Raises CommandError."""
     exact = [lease for lease in leases if name and name in (lease.lease_id, lease.kernel_id)]
     found = exact or [lease for lease in leases if name and lease.lease_id.startswith(name)]
     if len(found) == 1:
@@ -80,9 +81,9 @@ def _listed(leases: Sequence[LeaseStatus]) -> str:
 class LeaseCommand(Generic[Request, Answer]):
     """A command for one lease.
 
-    `request` builds the request from the command line before contacting the broker, or raises UsageError. `call` returns the answer that
-    `--json` prints, or None for an empty object. `success` gets the lease as it was before the call, and the answer. `doing` is shown if
-    the call takes long.
+    `request` builds the request from the command line before the command contacts the broker, or raises UsageError. `call` returns the
+    answer that `--json` prints, or None for an empty object. `success` gets the lease as it was before the call, and the answer. `doing` is
+    shown if the call takes long.
     """
 
     description: str
@@ -123,7 +124,7 @@ class LeaseCommand(Generic[Request, Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkCommand:
-    """A command for named leases, or for all leases that it `applies` to. `interrupted` says what Ctrl-C does."""
+    """A command for the named leases, or for all leases to which it `applies`. `interrupted` says what Ctrl-C does."""
 
     description: str
     epilog: str
@@ -161,7 +162,7 @@ class BulkCommand:
                     count(number, len(chosen))
                     try:
                         done.append(self.call(client, lease.lease_id))
-                    except BrokerUnavailableError:  # the rest would fail
+                    except BrokerUnavailableError:  # the remaining calls would fail, too
                         raise
                     except FractionalGPUError as error:
                         refused.append((lease, str(error)))
@@ -177,7 +178,7 @@ class BulkCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCommand(Generic[Request]):
-    """A command for one device or all. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
+    """A command for one device or all devices. `request` is as in `LeaseCommand`. `check` raises CommandError after the output."""
 
     description: str
     epilog: str
@@ -189,7 +190,7 @@ class DeviceCommand(Generic[Request]):
 
     def configure(self, parser: Parser) -> None:
         parser.describe(self.description, self.epilog)
-        # Not required for argparse, so that its absence gets a sentence with an example.
+        # argparse treats it as optional, so that we can report a missing device in a sentence with an example.
         parser.argument("device", "DEVICE", _DEVICE_HELP, by=DEVICES, nargs="?")
         parser.flag("--all", "all GPUs of this broker")
         parser.flag("--json", "print the device as JSON; with --all, a list")
@@ -222,7 +223,7 @@ def _find_claim(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
 
 
 def _add_pin_arguments(parser: Parser) -> None:
-    # Not required for argparse, so that its absence gets a sentence with an example.
+    # argparse treats it as optional, so that we can report a missing duration in a sentence with an example.
     parser.argument("duration", "DURATION", "how long, for example 30m or 2h", by=DURATIONS, nargs="?")
 
 
@@ -307,7 +308,7 @@ def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     for lease in leases:
         if any(str(process.pid) == word for process in lease.left):
             return lease
-    # Digits alone may also begin an id. If no id begins with them, they mean a process.
+    # Digits alone may also be the beginning of an id. If no id begins with them, they name a process.
     if word.isdecimal() and not any(
         lease.lease_id.startswith(word) or lease.kernel_id.startswith(word) for lease in leases
     ):
@@ -326,7 +327,7 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
 
 
 _Drain = tuple[DrainRequest, int | None]
-"""The request, and how many ms to wait for an empty device, or None to not wait."""
+"""The request, and how many ms to wait until the device is empty. None means not to wait."""
 
 
 def _add_drain_arguments(parser: Parser) -> None:
@@ -359,7 +360,7 @@ def await_empty(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device once it is empty, or after `wait_ms`. `freed` gets the MiB freed so far and the total."""
+    """Return the device once it is empty, or after `wait_ms`. Call `freed` with the MiB freed so far and the total."""
     end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))

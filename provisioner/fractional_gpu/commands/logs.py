@@ -1,7 +1,7 @@
-"""`jupyter gpu logs`: shows the broker's log and follows it.
+"""`jupyter gpu logs` shows the broker's log and follows it.
 
-Reads the files itself, so it needs no broker. A broker in a terminal or under systemd writes no files; the error then says where its
-log is.
+The command reads the files itself, so it needs no broker. A broker in a terminal or under systemd writes no log files. In this case, the
+error says where its log is.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class GrowingLog(ABC, Generic[T]):
 
     @abstractmethod
     def finished(self) -> Sequence[Path]:
-        """Return the rotated files, oldest first. Called once, when the first line is read."""
+        """Return the rotated files, oldest first. This is called once, when the first line is read."""
 
     @abstractmethod
     def entries(self) -> Iterator[T]: ...
@@ -118,14 +118,14 @@ class GrowingLog(ABC, Generic[T]):
         try:
             there = self.path.stat()
         except FileNotFoundError:
-            return True  # it was deleted and not replaced
+            return True  # the file was deleted and not replaced
         return os.path.samestat(there, os.fstat(file.fileno()))
 
     def _read(self, file: BinaryIO) -> Iterator[bytes]:
         while part := file.readline(_LONGEST_LINE):
             self._rest += part
             if not self._rest.endswith(b"\n") and len(self._rest) < _LONGEST_LINE:
-                return  # the rest may follow
+                return  # the rest of the line may follow
             line, self._rest = self._rest, b""
             yield line
 
@@ -205,11 +205,11 @@ def _short_id(name: str, socket: str | None) -> str:
             with client:
                 leases = client.status().leases
     except FractionalGPUError:
-        pass  # the log is most needed if the broker does not answer
+        pass  # the log is needed most when the broker does not answer
     try:
         return find_lease(name, leases).lease_id[:_SHORT_ID]
     except CommandError:
-        if any(lease.lease_id.startswith(name) for lease in leases):  # it matches several
+        if any(lease.lease_id.startswith(name) for lease in leases):  # the name matches several leases
             raise
     if not re.fullmatch(r"[0-9a-f]{4,}", name):
         raise UsageError(f"there is no lease {name!r} now; if it has ended, give its id or the first 4 to 8 characters")
@@ -255,7 +255,7 @@ class LogReader(GrowingLog[LogEntry]):
                 entry = self._last = head
             elif entry is not None:
                 entry = LogEntry(entry.time, entry.level, f"{entry.text}\n{text}")
-            elif self._last is not None:  # the rest of an entry that was shown incomplete
+            elif self._last is not None:  # the rest of an entry that was shown incompletely
                 entry = LogEntry(self._last.time, self._last.level, text)
         if entry is not None:
             yield entry

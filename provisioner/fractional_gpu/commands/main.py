@@ -1,7 +1,7 @@
-"""The `jupyter gpu` command: finds the subcommand, imports only that, and turns errors into one line and an exit code.
+"""The `jupyter gpu` command. It finds the subcommand, imports only its module, and turns errors into one line and an exit code.
 
-Exit code 0 is success, 1 failure, 2 a wrong command line, 130 an interrupt. An expected error is one line on stderr; a traceback is a bug
-in this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
+Exit code 0 means success, 1 failure, 2 a wrong command line, and 130 an interrupt. An expected error is one line on stderr, so a traceback
+is a bug in this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
 """
 
 import errno
@@ -23,7 +23,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A command. Its module has `configure(parser)` and `run(options)`. With `passes_on`, unknown arguments go to another program."""
+    """A command. Its module has `configure(parser)` and `run(options)`. With `passes_on`, another program gets unknown arguments."""
 
     module: str
     summary: str
@@ -126,13 +126,13 @@ def subcommand(name: str) -> tuple[Any, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code. Never raises an expected error."""
+    """Run the command and return the exit code. Expected errors are never raised."""
     if argv is None and _COMPLETING in os.environ:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
         complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: subcommand(name)[1])
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # this process was started without it (`>&-`)
+        if getattr(sys, stream) is None:  # this process was started with the stream closed (`>&-`)
             setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()  # its reader exited (`| head`)
+        _discard_output()  # the reader of our output exited (`| head`)
         return FAILED
     except OSError as error:
         if error.errno not in _NO_SPACE:
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Redirect standard output, because the interpreter's flush at exit would fail."""
+    """Redirect standard output, because otherwise the interpreter's flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

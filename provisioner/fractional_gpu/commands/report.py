@@ -1,7 +1,7 @@
-"""`jupyter gpu report`: what leases used and what it costs, from the broker or a file of metered rows.
+"""`jupyter gpu report` shows what leases used and what this costs, from the broker or from a file of metered rows.
 
-The command asks the broker once, at the finest grain that the output needs, and sums that answer, so that a report's tables, charts and
-totals agree even while kernels run.
+The command queries the broker once, with the finest grain that the output needs, and sums this one answer. So the tables, charts and totals
+of a report agree even while kernels run.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
 
 
 def _device(devices: Mapping[str, str], word: str) -> str:
-    """Return the id of the device with this number; return unknown words unchanged."""
+    """Return the id of the device with this number. Unknown words are returned unchanged."""
     found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
     found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:
@@ -260,7 +260,7 @@ def _advised(report: UsageReport, width: int | None) -> "list[Text]":
 
 
 def _drawn(found: Table, width: int | None) -> "list[Text]":
-    names = (one.name.partition(" ") for one in found.columns)  # `MEMORY GiB h`: units stay as they are
+    names = (one.name.partition(" ") for one in found.columns)  # in `MEMORY GiB h`, the units stay unchanged
     header = [*(one.upper() for one in found.by), *(f"{first.upper()} {unit}".rstrip() for first, _, unit in names)]
     rows = [[*one.names, *one.cells] for one in found.lines]
     return table(header, rows, width=width, figures_from=len(found.by))

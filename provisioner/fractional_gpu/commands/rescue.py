@@ -1,4 +1,4 @@
-"""`jupyter gpu rescue`: brings suspended kernels back when no broker can run."""
+"""`jupyter gpu rescue` brings suspended kernels back when no broker can run."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`jupyter gpu seats`: lists the seats of a hub's servers, and ends one that its hub did not release."""
+"""`jupyter gpu seats` lists the seats of a hub's servers, and ends a seat that its hub did not release."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WORKLOADS = {SLURM: "Slurm job", KUBERNETES: "pod"}
-_FEWEST = 4  # characters of a seat's id
+_FEWEST = 4  # characters required of a seat's id
 EPILOG = """\
 examples:
   jupyter gpu seats                     every seat: its owner, its share, and how much its kernels use

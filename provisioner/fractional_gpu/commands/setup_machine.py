@@ -1,7 +1,8 @@
-"""`jupyter gpu setup-machine`: one broker, environment and set of kernels for all users of a workstation.
+"""`jupyter gpu setup-machine` sets up one broker, one environment and one set of kernels for all users of a workstation.
 
-Everything is checked and planned, then done. The record has the digests of what we write, before we do: after a kill at any moment, the
-next run or `--undo` finishes. A file with other content is someone's: it is neither replaced nor removed.
+It checks and plans everything before it changes anything. Before it writes a file, it records the file's digest. If the command is killed
+at any moment, the next run or `--undo` finishes its work. A file with other content belongs to someone else, and is neither replaced nor
+removed.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from fractional_gpu.jupyter.kernelspecs import install
 
 _ROOT: Final = Path("/")
 _ENVIRONMENT: Final = Path("/opt/jupyter-fractional-gpu")
-_MODEL_MIB: Final = 4096  # few models fit into less
+_MODEL_MIB: Final = 4096  # in MiB; few models fit into less
 _CONFIG: Final = """\
 # Written by `jupyter gpu setup-machine`. `jupyter gpu broker --generate-config` explains every key.
 # `exclusive`: if the driver enforces memory limits, all programs of a user with kernels may use no more than these hold.
@@ -89,19 +90,19 @@ def run(options: argparse.Namespace) -> int:
         return (_undo if options.undo else _set_up)(options, Machine(options.root.absolute()))
 
 
-Step = tuple[str, Callable[[], object] | None]  # what it does, in words; None: cannot be done here
+Step = tuple[str, Callable[[], object] | None]  # a description, and a function or None if it cannot be done here
 
 
 class Record(msgspec.Struct):
-    files: dict[str, set[str]] = {}  # that we wrote: digests of their contents
-    folders: list[str] = []  # that we made, the outer ones first
-    groups: set[str] = set()  # that we made
+    files: dict[str, set[str]] = {}  # the files that we wrote, with the digests of their contents
+    folders: list[str] = []  # the folders that we created, the outer ones first
+    groups: set[str] = set()  # the groups that we created
     made_environment: bool = False
     is_unfinished: bool = False
 
 
 class Machine:
-    """The files and commands of the machine in the folder `root`; paths are without it."""
+    """The files and commands of the machine whose root folder is `root`. Paths do not include this folder."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.is_here = root, root == _ROOT
@@ -147,7 +148,7 @@ class Machine:
         replace_file(self.real(RECORD), msgspec.json.encode(self.record, order="deterministic"))
 
     def plan(self, wanted: Mapping[Path, bytes]) -> tuple[list[Step], list[Path]]:
-        """Return the steps to the files that are `wanted`, without others of ours, and the files that have others' content."""
+        """Return the steps that write the `wanted` files and remove our other files, and the files that have content from others."""
         steps: list[Step] = []
         strange = []
         for path, content in {**dict.fromkeys(map(Path, self.record.files)), **wanted}.items():
@@ -172,7 +173,7 @@ class Machine:
         return f"run {text}", partial(_run, words)
 
     def do(self, steps: list[Step], *, dry: bool) -> bool:
-        """Do the steps, or only print them. Return whether everything was done. The record is ahead of what is done."""
+        """Do the steps, or only print them. Return whether all were done. Each change is recorded before it is made."""
         if not dry:
             self.save()
         for text, act in steps:
@@ -235,7 +236,7 @@ def _undo(options: argparse.Namespace, machine: Machine) -> int:
         steps.append(("end the broker", _end_broker))
     steps += [*files, machine.command("systemctl", "daemon-reload")]
     steps += [machine.command("groupdel", group) for group in sorted(record.groups) if machine.has_group(group)]
-    # The environment is the last: this command may run from it.
+    # The environment is removed last, because this command may run from it.
     for tree in [Path(SYSTEM_SOCKET).parent] * machine.is_here + [_ENVIRONMENT] * record.made_environment:
         if machine.real(tree).exists():
             machine.check_place(tree)
@@ -243,7 +244,7 @@ def _undo(options: argparse.Namespace, machine: Machine) -> int:
     machine.do(steps, dry=options.dry_run)
     if not options.dry_run:
         for folder in reversed(record.folders):
-            with suppress(OSError):  # others put something there
+            with suppress(OSError):  # someone else put a file there
                 machine.real(Path(folder)).rmdir()
         machine.real(RECORD).unlink()
         kept = ", ".join(str(one) for one in [*strange, machine.real(STATE)] if one.exists())
@@ -252,12 +253,12 @@ def _undo(options: argparse.Namespace, machine: Machine) -> int:
 
 
 def _end_broker() -> None:
-    if pid := claim_holder(SYSTEM_SOCKET):  # not systemd's
+    if pid := claim_holder(SYSTEM_SOCKET):  # not started by systemd
         end_process(pid)
 
 
 def _installing(machine: Machine) -> Iterator[list[str]]:
-    """Yield the commands that make the environment, or bring it to this version."""
+    """Yield the commands that create the environment, or update it to this version."""
     real, program = machine.real(_ENVIRONMENT), _ENVIRONMENT / "bin" / "python"
     for one in (program, program.with_name("jupyter-gpu")):  # root runs both, and the first may be a link
         machine.check_place(one)
@@ -265,7 +266,7 @@ def _installing(machine: Machine) -> Iterator[list[str]]:
         return
     if real.exists() and not machine.record.made_environment:
         raise CommandError(f"{real} has no jupyter-fractional-gpu {__version__}: install it, or move the folder away")
-    # Every user can run the system's Python, and only root can change it.
+    # All users can run the system's Python, but only root can change it.
     if (python := max(Path("/usr/bin").glob("python3.1[1-9]"), default=None)) is None:
         raise CommandError("/usr/bin has no Python 3.11 or newer: install it")
     machine.record.made_environment = True
@@ -274,7 +275,7 @@ def _installing(machine: Machine) -> Iterator[list[str]]:
 
 
 def _configuration(options: argparse.Namespace, machine: Machine) -> tuple[Settings, dict[Path, bytes]]:
-    """Return the broker's settings, and their file if it is ours."""
+    """Return the broker's settings, and the text of their file if the file is ours."""
     there, admins = machine.read(CONFIG), options.admins or "gpu-admin"
     try:
         if there is not None and not (options.share or options.pool or options.admins):
@@ -287,7 +288,7 @@ def _configuration(options: argparse.Namespace, machine: Machine) -> tuple[Setti
 
 
 def _pools(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the pools. What the options leave out is proposed from the devices, and said."""
+    """Return the pools. What the options leave out is proposed from the devices, and the proposal is printed."""
     sizes: list[int] = []
     with suppress(GPUError), closing(open_monitor(NVIDIA)) as monitor:
         sizes = [device.memory_mib for device in monitor.devices()]
@@ -302,7 +303,10 @@ def _pools(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def propose_shares(sizes: list[int]) -> list[str]:
-    """Return the shares to offer of devices of these `sizes` (MiB), by how many models of use fit on the smallest."""
+    """Return the shares to offer, depending on how many models of useful size fit on the smallest device.
+
+    `sizes` has the memory of the devices in MiB.
+    """
     models = min(sizes, default=4 * _MODEL_MIB) // _MODEL_MIB
     return [*(f"1/{one}" for one in (8, 4, 2) if one <= models), "1"]
 

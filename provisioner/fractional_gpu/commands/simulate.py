@@ -1,4 +1,4 @@
-"""`jupyter gpu simulate`: how many devices a group of notebook users needs, and how long their cells would wait."""
+"""`jupyter gpu simulate` estimates how many devices a group of notebook users needs, and how long their cells would wait."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ from fractional_gpu.simulator.traces import Session, write_sessions
 if TYPE_CHECKING:
     from rich.text import Text
 
-_MOST_IN_A_HOST = 16  # GPUs; no host on the market has more
+_MOST_IN_A_HOST = 16  # in GPUs; no host on the market has more
 _EXAMPLES = """\
 examples:
   jupyter gpu simulate --users 50 --devices 8x80GiB

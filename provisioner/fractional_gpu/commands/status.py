@@ -1,4 +1,4 @@
-"""`jupyter gpu status`: the broker's devices, kernels and seats. It never starts a first broker, which would change what it shows."""
+"""`jupyter gpu status` shows the broker's devices, kernels and seats. It starts no first broker, which would change what it shows."""
 
 import argparse
 import json
@@ -20,8 +20,8 @@ from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.status import HostStatus
 
 INTERVAL_S = 2.0
-_ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen: the main screen stays as it was
-_CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
+_ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen, which leaves the main screen unchanged
+_CLEAR = "\x1b[H\x1b[2J"  # moves the cursor home and erases the screen
 
 EPILOG = """\
 examples:
@@ -101,4 +101,4 @@ def run(options: argparse.Namespace) -> int:
     try:
         watch(read, sys.stdout, as_json=as_json, socket=socket)
     except KeyboardInterrupt:
-        return 0  # the usual way to end it
+        return 0  # the usual way to end the command

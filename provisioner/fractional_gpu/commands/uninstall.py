@@ -1,6 +1,7 @@
-"""`jupyter gpu uninstall`: removes what this package put on the machine for this user, and says how to remove the package itself.
+"""`jupyter gpu uninstall` removes what this package put on the machine for this user, and says how to remove the package itself.
 
-Nothing is removed while a kernel has a lease, because its state may exist only on the host. Configuration files are listed and kept.
+It removes nothing while a kernel has a lease, because the state of this kernel may exist only in host memory. Configuration files are
+listed and kept.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.jupyter.kernelspecs import delete_folder, list_installed
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-_TEMPORARY = ("/tmp",)  # noqa: S108 - only searched, and what is found is checked to be ours
+_TEMPORARY = ("/tmp",)  # noqa: S108 - only searched, and we check that what is found is ours
 _SOCKET_NAME = "broker.sock"
 
 EPILOG = """\
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
     for socket in found.sockets:
         _end_broker(socket)
-    check_no_leases(found.sockets)  # of kernels started in the meantime
+    check_no_leases(found.sockets)  # of kernels that have started meanwhile
     removed, failed = _remove(found.items)
     _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
     return 1 if failed else 0
@@ -98,7 +99,7 @@ def _find() -> Findings:
     found = Findings()
     for spec in list_installed():
         found.items.append(Item(spec.folder, f"kernel {spec.display_name!r}"))
-    # If the usual path is too long for a socket (`fractional_gpu.client.discovery`), sockets are in a folder with a short path.
+    # If the usual path is too long for a socket (see `fractional_gpu.client.discovery`), the socket is in a folder with a short path.
     short = (
         one
         for parent in {temporary_folder(), *map(Path, _TEMPORARY)}
@@ -128,7 +129,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _sockets_below(places: list[Path]) -> Iterator[str]:
-    """Yield sockets of brokers that left files in these folders, for example from `jupyter gpu lab --simulate`."""
+    """Yield the sockets of brokers that left files in these folders, such as those of `jupyter gpu lab --simulate`."""
     for place in places:
         for folder in (place, *(sub for sub in _entries(place) if _is_own_folder(sub))):
             if any(entry.name.startswith("broker.") for entry in _entries(folder)):
@@ -143,7 +144,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _recorded_sockets(states: list[Path]) -> Iterator[str]:
-    """Yield the sockets, wherever they are, that running or crashed brokers recorded for a restart."""
+    """Yield the sockets that running or crashed brokers recorded for a restart, wherever these sockets are."""
     for state in states:
         for folder in _entries(state):
             with suppress(BrokerUnavailableError):
@@ -164,7 +165,7 @@ def check_no_leases(sockets: list[str]) -> None:
                 raise CommandError(
                     f"cannot find out from the running broker whether kernels have leases: {error}"
                 ) from None
-            named = [f"process {pid}" for pid in kernels_of(socket)]  # they start the broker again when they need it
+            named = [f"process {pid}" for pid in kernels_of(socket)]  # they start the broker again when needed
         if named:
             raise CommandError(
                 f"kernels hold a share of a GPU and would lose their state: {', '.join(sorted(named))} (broker {socket}); "
@@ -190,14 +191,14 @@ def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
             try:
                 delete_folder(item.path)
             except FileNotFoundError:
-                continue  # the broker removed it as it ended
+                continue  # the broker removed the file as it ended
             except OSError as error:
                 failed[item.path] = error.strerror or str(error)
             else:
                 removed.append(item)
                 above = item.path.parent
                 if above.name == "jupyter-gpu" or above.name.startswith("jupyter-gpu-"):
-                    with suppress(OSError):  # it contains other hosts' folders
+                    with suppress(OSError):  # the folder contains folders of other hosts
                         above.rmdir()
     return removed, failed
 

@@ -103,9 +103,7 @@ class KernelPorts:
     def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
         self._log = log
         self._chosen: dict[str, int] = {}  # by the manager's names; kept after `release` for the next start
-        self._held: dict[
-            int, socket.socket | None
-        ] = {}  # None if the kernel listens on the port, which is held from its next launch on
+        self._held: dict[int, socket.socket | None] = {}  # None while the kernel itself listens on the port
         weakref.finalize(self, _close_all, self._held)  # a manager may drop a kernel without cleanup
 
     def secure(self, manager: _Manager) -> bool:

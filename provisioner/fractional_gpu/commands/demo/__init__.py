@@ -1,1 +1,1 @@
-"""`jupyter gpu demo`: two notebooks take turns on one GPU, in a sandbox that leaves nothing behind."""
+"""`jupyter gpu demo` runs two notebooks that take turns on one GPU, in a sandbox that leaves nothing behind."""

@@ -1,4 +1,4 @@
-"""`jupyter gpu demo`: two notebooks that do not fit on one GPU together take turns on it without losing a byte."""
+"""`jupyter gpu demo` runs two notebooks that do not fit on one GPU together. They take turns on it without losing a byte."""
 
 import argparse
 import asyncio
@@ -39,7 +39,7 @@ class DemoKernel:
     name: str
     kernelspec: str
     lease: LeaseStatus
-    moved_s: float  # how long its memory was moving
+    moved_s: float  # how long its memory was being moved
     compared_bytes: int
     state_intact: bool
 
@@ -110,14 +110,14 @@ class _Seen:
 
 
 class LeaseTracker:
-    """Follows leases through their states. Start times are exact, because a status has the age of each lease's state."""
+    """Follows leases through their states. Start times are exact, because a status includes how long each lease has been in its state."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
         self._seen: dict[str, _Seen] = {}
 
     def feed(self, now_s: float, leases: Sequence[LeaseStatus]) -> list[str]:
-        """Return a sentence for each change up to `now_s` (on any monotonic clock), oldest first."""
+        """Return a sentence for each change up to `now_s`, oldest first. The time is on any monotonic clock."""
         changes: list[tuple[float, str]] = []
         for lease in leases:
             if lease.kernel_id not in self.names:
@@ -305,7 +305,7 @@ def _open_lab(sandbox: Sandbox) -> None:
     lab = subprocess.Popen(command)
     try:
         code = lab.wait()
-    except KeyboardInterrupt:  # a terminal sends it to JupyterLab too; other senders do not
+    except KeyboardInterrupt:  # Ctrl-C in a terminal reaches JupyterLab, too, but a signal from elsewhere does not
         lab.send_signal(signal.SIGTERM)
         code = 0
     finally:

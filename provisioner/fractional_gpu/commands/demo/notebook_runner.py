@@ -1,7 +1,7 @@
-"""Runs notebooks headless, one cell of each in turn, so that each needs the GPU while another has it.
+"""Runs notebooks without a browser, one cell of each in turn, so that each needs the GPU while another holds it.
 
-Kernels are started and shut down here, not by nbclient: on Ctrl-C its signal handlers would shut down one kernel and report the other as
-dead. Needs nbclient and nbformat, from the extra `lab`: call `require_packages` before importing it.
+This module starts and shuts down the kernels itself, because on Ctrl-C nbclient's signal handlers would shut down one kernel and report the
+other as dead. It needs nbclient and nbformat from the extra `lab`, so call `require_packages` before you import it.
 """
 
 import asyncio
@@ -107,6 +107,6 @@ async def _run_cell(notebook: DemoNotebook, client: NotebookClient, index: int, 
         raise CommandError(f"{notebook.name}: a cell did not finish within {CELL_TIMEOUT_S} s") from error
     except DeadKernelError as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # nbclient mistakes our cancellation for its kernel's death
+        if task is not None and task.cancelling():  # nbclient mistakes our cancellation for the death of its kernel
             raise asyncio.CancelledError from error
         raise CommandError(f"{notebook.name}: its kernel died") from error

@@ -1,7 +1,7 @@
-"""A sandbox for the demo: folders, settings, copies of the example notebooks and a separate broker.
+"""A sandbox for the demo, with folders, settings, copies of the example notebooks and a separate broker.
 
-The user's Jupyter files are neither read nor written, and the user's brokers are not used. At the end, even after
-an error, it ends the remaining kernels, then the broker, and removes the folder.
+The sandbox neither reads nor writes the user's Jupyter files, and does not use the user's brokers. At the end, even after an error, it ends
+first the remaining kernels and then the broker, and removes the folder.
 """
 
 import os
@@ -27,10 +27,10 @@ from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
-"""The demo's files."""
-FRACTION_MILLI = 750  # a device has room for one at a time
+"""The files of the demo."""
+FRACTION_MILLI = 750  # a device has room for one such kernel at a time
 _START_S = 120.0
-_IDLE_EXIT = "5m"  # so that a killed demo does not leave its broker running
+_IDLE_EXIT = "5m"  # ends the broker of a demo that was killed
 _CONFIG = """\
 c.GPUBroker.devices = [{device!r}]
 c.GPUBroker.pools = {{"default": {{"fractions": ["3/4"], "idle_after": "on-demand"}}}}
@@ -52,12 +52,12 @@ def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str
     data = str(root / "data")
     environment |= {
         "JUPYTER_DATA_DIR": data,
-        "JUPYTER_PATH": data,  # before the environment's own folder, which may have kernels of the same names
+        "JUPYTER_PATH": data,  # precedes the environment's own folder, which may have kernels of the same names
         "JUPYTER_RUNTIME_DIR": str(root / "runtime"),
         "JUPYTER_CONFIG_DIR": str(root / "config"),
         "IPYTHONDIR": str(root / "ipython"),
         "JUPYTER_GPU_SOCKET": str(root / "broker.sock"),
-        IN_WORKLOAD: "1",  # its broker serves only the sandbox, and ends with it
+        IN_WORKLOAD: "1",  # the broker serves only the sandbox, and ends with it
         "XDG_STATE_HOME": str(root / "state"),  # the broker's ledger
     }
     return environment
@@ -100,19 +100,19 @@ class Sandbox:
             end_process(pid, signal.SIGKILL)
         if broker is not None:
             end_process(broker)
-        with suppress(SimulatedHostError):  # the broker has removed it
+        with suppress(SimulatedHostError):  # the broker has removed the host
             destroy(simulated_folder(self.socket))
 
 
 def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command to its end, even if interrupted, because a half-started broker could not be found and stopped."""
-    with tempfile.TemporaryFile() as said:  # not a pipe: the command's children may keep it open
+    """Run a command to its end, even if interrupted, because a broker that is only half started could not be found and stopped."""
+    with tempfile.TemporaryFile() as said:  # not a pipe, because children of the command may keep it open
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            start_new_session=True,  # Ctrl-C must not reach the broker: the kernels end first
+            start_new_session=True,  # Ctrl-C must not reach the broker, because the kernels end first
         )
         try:
             code = process.wait(_START_S)
@@ -152,7 +152,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Replace this process's environment temporarily, for libraries that start kernels."""
+    """Replace the environment of this process temporarily, for libraries that start kernels."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)

@@ -1,7 +1,7 @@
-"""`jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, and a line of advice for each finding.
+"""`jupyter gpu doctor` and `jupyter gpu node doctor` run a table of checks and print a line of advice for each finding.
 
-The doctors change nothing and start no broker. If no broker manages the device, they try checkpointing a test process. A missing
-GPU or driver is a warning. A check that fails to run says so; the others still run.
+They change nothing and start no broker. If no broker manages the device, they checkpoint a test process. A missing GPU or driver is a
+warning. If a check fails to run, the report says so, and the other checks still run.
 """
 
 import argparse
@@ -104,8 +104,8 @@ def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> st
 class Subject:
     options: argparse.Namespace
     simulate: str | None = None  # $JUPYTER_GPU_SIMULATE
-    devices: Sequence[DeviceInfo] = field(default=(), init=False)  # real ones, once devices were checked
-    socket: str | None = field(default=None, init=False)  # once the broker was checked; None: there cannot be one
+    devices: Sequence[DeviceInfo] = field(default=(), init=False)  # the real devices, once they were checked
+    socket: str | None = field(default=None, init=False)  # set once the broker was checked; None if there can be none
 
     @cached_property
     def configuration(self) -> tuple[Settings | None, list[Finding]]:
@@ -141,7 +141,7 @@ class Subject:
 
 
 class Check(NamedTuple):
-    where: str  # machine; node, of a Slurm cluster; or nodes, all of them
+    where: str  # `machine`, `node` for a node of a Slurm cluster, or `nodes` for all of them
     name: str
     make: Callable[[Subject], Iterable[Finding]]
 

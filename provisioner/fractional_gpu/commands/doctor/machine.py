@@ -1,7 +1,7 @@
-"""Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Changes nothing.
+"""Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user can checkpoint here. They change nothing.
 
-Page faults are the slow part of saving: without a GPU, one thread filled memory at 1.65 GB/s on 4 KiB pages, and two at 8.6 GB/s on huge
-pages. A trial checkpoint claims the devices and skips those that a broker manages, because two workers at a time are not safe.
+Page faults are the slow part of saving. Without a GPU, one thread filled memory at 1.65 GB/s on 4 KiB pages, and two threads at 8.6 GB/s on
+huge pages. A trial checkpoint claims the devices and skips those that a broker manages, because two workers at a time are not safe.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _REASON: Final = (
 _UNMEASURED: Final = "the effect on NVIDIA's driver has not been measured; compare suspend times before and after"
 _TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
 _CAP_SYS_RESOURCE: Final = 1 << 24
-_LEAST_SWAPPINESS: Final = 1  # swap is used only to avoid killing
+_LEAST_SWAPPINESS: Final = 1  # with this value, the system swaps only to avoid killing processes
 _ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespace
 _OTHER_KILLERS: Final = {
     "earlyoom": "it respects oom_score_adj",
@@ -162,12 +162,12 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
 def pci_address(nvml: ModuleType, device_id: str) -> str:
     try:
         place = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(device_id)).busId
-    except (AttributeError, nvml.NVMLError):  # an old library lacks the call, a MIG instance the address
+    except (AttributeError, nvml.NVMLError):  # an old library lacks the call, and a MIG instance lacks the address
         return ""
     text = place.decode("ascii", "replace") if isinstance(place, bytes) else str(place)
     domain, _, rest = text.lower().partition(":")
     try:
-        return f"{int(domain, 16):04x}:{rest}"  # NVML gives the domain eight digits, /sys four or more
+        return f"{int(domain, 16):04x}:{rest}"  # the domain has eight digits in NVML, and four or more in /sys
     except ValueError:
         return ""
 
@@ -211,7 +211,7 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
         is_first_namespace = (proc / str(pid) / "uid_map").read_text().split() == _ALL_IDS
         may = (
             bool(effective & _CAP_SYS_RESOURCE) and is_first_namespace
-        )  # in another namespace, the capability does not apply here
+        )  # in another namespace, the capability has no effect here
         value, uid = adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
     except (OSError, ValueError) as error:
         yield note("oom", f"cannot read whether {whose} can protect kernels from the out-of-memory killer: {error}")
@@ -250,7 +250,7 @@ def _killed_together(proc: Path) -> Iterator[Finding]:
     try:
         folders = memory_groups(os.getpid(), proc=proc).get(2, [])
     except (OSError, ValueError):
-        return  # `check_memory` reports it
+        return  # `check_memory` reports this
     together = [folder for folder in folders if _number(folder / "memory.oom.group")]
     if together:
         yield warning(
@@ -273,7 +273,7 @@ def _other_killers(proc: Path) -> Iterator[Finding]:
 def _named_processes(proc: Path) -> Iterator[tuple[int, str]]:
     for folder in proc.iterdir():
         if folder.name.isdigit():
-            with suppress(OSError):  # it ended, or is hidden from this user
+            with suppress(OSError):  # the process ended, or is hidden from this user
                 yield int(folder.name), (folder / "comm").read_text(errors="replace").strip()
 
 
@@ -298,7 +298,7 @@ SIMULATE: Final = (
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
 
 
-# Newest first: old libraries lack it, and either may fail alone.
+# The newest call comes first, since old libraries lack it. Either may fail alone.
 _LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
 _READ_LEVEL: Final = """
 import ctypes
@@ -314,7 +314,10 @@ class NvidiaReport(NamedTuple):
 
 
 def cuda_level() -> int | None:
-    """Return the newest CUDA version that the driver's library supports (13010 is 13.1), or None if the child process fails to read it."""
+    """Return the newest CUDA version that the driver's library supports (13010 means 13.1).
+
+    Return None if the child process fails to read the version.
+    """
     argv = [sys.executable, "-I", "-S", "-c", _READ_LEVEL]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_READ_S, check=False)
@@ -467,7 +470,7 @@ def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
-    """Try a checkpoint on the first suitable device. Blocks for seconds, or minutes if the driver hangs."""
+    """Try a checkpoint on the first suitable device. This blocks for seconds, or for minutes if the driver hangs."""
     able = [device for device in devices if device.checkpointable]
     if not able:
         return TrialResult(not_tried="no device can be checkpointed")

@@ -1,7 +1,7 @@
 """The doctor's report as text, as JSON and as a support bundle.
 
-Check names are stable, because scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks. Names, the
-home folder and possible secrets are removed from its texts.
+The names of checks are stable, because scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks.
+User names, the home folder and possible secrets are removed from its texts.
 """
 
 import getpass
@@ -30,9 +30,9 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 if TYPE_CHECKING:
     from rich.text import Text
 
-_LEAST_CELLS = (7, 14)  # of the severity, and of the name of most checks
+_LEAST_CELLS = (7, 14)  # characters of the severity, and of the names of most checks
 _MOST_READABLE = 118  # characters per line, even on a wider terminal
-_LAST_BYTES = 1_000_000  # of each log
+_LAST_BYTES = 1_000_000  # bytes of each log
 _PACKAGES = (
     "jupyter-fractional-gpu",
     "jupyter_client",
@@ -55,7 +55,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 class Severity(StrEnum):
     OK = "ok"
-    NOTE = "note"  # normal, but good to know
+    NOTE = "note"  # normal, but worth knowing
     WARNING = "warning"  # it works, but something is missing
     ERROR = "error"  # something that this project promises cannot work
 
@@ -175,5 +175,5 @@ def _logs(socket: str) -> dict[str, str]:
                 file.seek(max(0, size - _LAST_BYTES))
                 logs[name] = file.read().decode(errors="replace")
         except OSError:
-            continue  # missing, or not readable by this user: the findings say which
+            continue  # missing, or not readable by this user, as the findings say
     return logs

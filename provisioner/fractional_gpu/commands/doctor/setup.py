@@ -1,8 +1,8 @@
-"""Checks of what is installed and set up: versions, configuration, simulated devices, the broker, its ledger, kernelspecs and idle cullers.
+"""Checks of versions, configuration, simulated devices, the broker, its ledger, kernelspecs and idle cullers.
 
-The checks start no first broker and open the ledger read-only, without its lock. They read Jupyter's configuration files as text and never
-run them, so they miss computed settings; a finding names the file and line. A culler sees a suspended kernel as idle and shuts it down: its
-variables are lost.
+The checks start no first broker, and they open the ledger read-only and without its lock. They read Jupyter's configuration files as text
+and never run them. So they miss computed settings, and a finding names the file and the line. Idle cullers are checked because they take a
+suspended kernel for idle and shut it down, and its variables are then lost.
 """
 
 import json
@@ -80,7 +80,7 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 
 
 def check_workstation(settings: Settings | None) -> Iterator[Finding]:
-    """Check what `jupyter gpu setup-machine` made, if it was run here."""
+    """Check what `jupyter gpu setup-machine` created, if it was run here."""
     if not RECORD.exists():
         return
     wrong = [f"{path} is missing, or you cannot read it" for path in PARTS if not os.access(path, os.R_OK)]
@@ -169,7 +169,7 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
 
 def inherited_findings(pid: int) -> Iterator[Finding]:
     kept = []
-    with suppress(PermissionError, ProcessLookupError):  # a service's limits are its administrator's choice
+    with suppress(PermissionError, ProcessLookupError):  # the administrator chooses the limits of a service
         if (niceness := os.getpriority(os.PRIO_PROCESS, pid)) > 0:
             kept.append(f"niceness {niceness}")
         kept += [f"a hard {name}" for name in _LIMITS if resource.prlimit(pid, getattr(resource, name))[1] >= 0]
@@ -182,7 +182,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Compare forecast bounds with outcomes. Skip kinds with fewer than `_LEAST_FORECASTS`, which say little."""
+    """Compare forecast bounds with outcomes. Kinds with fewer than `_LEAST_FORECASTS` are skipped, since they say little."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille
@@ -253,7 +253,7 @@ def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] 
         yield note("kernelspecs", "none installed, so the launcher offers no fractions", _INSTALL)
         return
     wrong = [finding for spec in found for finding in _check_spec(spec, settings)]
-    by_command: dict[tuple[str, ...], InstalledSpec] = {}  # so that each command's imports are tried once
+    by_command: dict[tuple[str, ...], InstalledSpec] = {}  # the imports of each command are tried only once
     for spec in found:
         if spec.command and find_interpreter(spec.command[0], os.environ):
             by_command.setdefault(spec.command, spec)
@@ -354,7 +354,7 @@ def _configured(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 continue
             try:
                 text = file.read_text(encoding="utf-8", errors="replace")
-            except OSError:  # a folder of that name, or not readable, as for this user's servers
+            except OSError:  # a folder, or a file that this user's servers cannot read, either
                 continue
             if file.suffix == ".json":
                 yield from _in_json(file, text)
@@ -383,13 +383,13 @@ def _running(proc: Path) -> Iterator[tuple[str, str]]:
             continue
         try:
             words = read_command(int(folder.name), proc=proc)
-        except OSError:  # it ended, or is hidden from this user
+        except OSError:  # the process ended, or is hidden from this user
             continue
         for word in words:
             flag = _FLAG.match(word)
             if flag and not _is_off(flag[3]):
                 yield f"process {folder.name}: {flag[1]}.{flag[2]}", flag[3]
-        # The program itself or the module that Python runs, not an argument that mentions it.
+        # Look at the program itself or the module that Python runs, not at an argument that mentions a culler.
         if any(Path(word).name in _CULLERS for word in words[:4]):
             yield f"process {folder.name}", "an idle culler of a hub"
 
@@ -398,4 +398,4 @@ def _is_off(value: str) -> bool:
     try:
         return float(value.strip()) <= 0
     except ValueError:
-        return False  # an expression, which may have any value
+        return False  # it is an expression, which may have any value

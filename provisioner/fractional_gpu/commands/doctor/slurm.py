@@ -1,4 +1,4 @@
-"""The checks of `jupyter gpu node doctor`: Slurm's configuration and scripts, and this node's broker and agent."""
+"""The checks of `jupyter gpu node doctor`: Slurm's configuration and scripts, and the broker and agent of this node."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.nodes import parse_summary
 
 _ROOT_ONLY = 0o022
-_NO_JOBS = ("UNKNOWN", "DOWN", "FAIL", "INVAL", "NOT_RESPONDING", "*")  # states of a node
+_NO_JOBS = ("UNKNOWN", "DOWN", "FAIL", "INVAL", "NOT_RESPONDING", "*")  # states of a node that takes no jobs
 
 
 def _slurm(options: argparse.Namespace) -> Slurm:
@@ -54,7 +54,7 @@ def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Finding]:
-    """Check access to the accounting database, which many sites give only to the controller."""
+    """Check the access to the accounting database, which many sites grant only to the controller."""
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         said = "there is no accounting database: AdminComment has a job's figures only while it runs"
         yield note("accounting", said)
@@ -110,7 +110,7 @@ def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
-    """Run the Prolog as slurmd does, without a PATH, until it asks the controller."""
+    """Run the Prolog without a PATH, like slurmd, until it queries the controller."""
     environment = {"SLURM_CONF": str(slurm.conf()), "SLURMD_NODENAME": slurm.node}
     call = [str(script), "--check"]
     try:

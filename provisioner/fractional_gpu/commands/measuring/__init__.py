@@ -1,1 +1,1 @@
-"""`jupyter gpu measure`: which share of a GPU a program needs, measured next to others on one device."""
+"""`jupyter gpu measure` finds the share of a GPU that a program needs, by running it next to others on one device."""

@@ -1,7 +1,8 @@
-"""`jupyter gpu measure`: measures which share of a GPU a program needs next to others, with confidence intervals.
+"""`jupyter gpu measure` measures, with confidence intervals, which share of a GPU a program needs next to others.
 
-A trial run shows whether the program reports units of work or is one itself. Rounds of steps (`study`) follow, each a few seconds with
-fresh processes under leases (`tenants`), until every interval is narrow enough or time is up.
+A trial run shows whether the program reports units of work, or whether each of its runs is one unit. Then rounds of steps follow (`study`).
+Each step takes a few seconds and runs fresh processes under leases (`tenants`). The measurement ends when every interval is narrow enough
+or the time is up.
 """
 
 import argparse
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNKNOWN: Final = "-"
-_CLOSE: Final = 0.04  # a cost this close to a simple fraction is shown as that fraction
+_CLOSE: Final = 0.04  # a cost this close to a simple fraction is shown as the fraction
 _PARTS: Final = {
     Fraction(1, 2): "half",
     Fraction(1, 3): "a third",
@@ -117,7 +118,7 @@ def _compared(found: Finding) -> str:
 
 
 def slower(found: Finding) -> str:
-    assert found.slower is not None  # noqa: S101 - the caller's promise
+    assert found.slower is not None  # noqa: S101 - promised by the caller
     value, low, high = ((part - 1) * 100 for part in (found.slower.value, found.slower.low, found.slower.high))
     if value < 0 and round(-value):
         return f"{-value:.0f} % faster than alone ({_percent(-high)} to {_percent(-low)} %)"
@@ -208,9 +209,9 @@ def _plain(value: object) -> object:
 
 
 def picture(findings: Sequence[Finding]) -> str:
-    """Draw throughput, latency and cost by number of tenants as SVG. If several shares have the same number of tenants, draw the largest.
+    """Draw throughput, latency and cost by number of tenants as SVG.
 
-    Raises ValueError if the baseline was not measured.
+    If several shares have the same number of tenants, draw the largest share. Raises ValueError if the baseline was not measured.
     """
     alone = findings[0]
     if math.isnan(alone.unit_s):
@@ -248,7 +249,7 @@ _SIGNALLED: Final = 128
 _REPEAT: Final = [sys.executable, "-I", "-S", os.fspath(Path(__file__).with_name("repeat.py"))]
 _NOTEBOOK: Final = "import sys; from nbclient.cli import main; sys.argv[0] = 'jupyter-execute'; main()"
 _TRIAL_PART: Final = 3  # the trial may take a third of the time
-_PASSING: Final = (DisturbedError, NoSpareRoomError, NoRoomError)  # NoRoomError: a seat, or a limit, is full now
+_PASSING: Final = (DisturbedError, NoSpareRoomError, NoRoomError)  # NoRoomError: a seat or a limit is full now
 _RETRY_S: Final = 0.5
 _LEAST_MS: Final = 1000
 _COPIES: Final = range(1, 64)
@@ -402,7 +403,7 @@ def _notebook(command: Sequence[str]) -> list[str]:
         raise UsageError(f"there is no notebook {command[0]}; check its path")
     if find_spec("nbclient") is None:
         raise CommandError("a notebook needs nbclient, which is not installed; install it, or measure a script")
-    # The kernel belongs to the measured program's lease: one of our kernelspecs would take another lease.
+    # The kernel belongs to the lease of the measured program, and one of our kernelspecs would take another lease.
     return [sys.executable, "-c", _NOTEBOOK, "--kernel_name=python3", *command]
 
 
@@ -434,19 +435,19 @@ def _percentage(option: str, text: str) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """Use it only in the main thread, because programs end with the thread that starts them."""
+    """One measurement. Use it only in the main thread, because programs end with the thread that starts them."""
 
     plan: Plan
     client: BrokerClient
     folder: Path
     say: Callable[[str], None]  # reports progress
     study: Study = field(init=False)
-    disturbed: dict[str, int] = field(default_factory=dict)  # how often, by reason
+    disturbed: dict[str, int] = field(default_factory=dict)  # how often each reason disturbed a step
     _places: Places = field(init=False)
     _host: HostStatus = field(init=False)
     _began_s: float = field(default_factory=time.monotonic)
     _trial_s: float = 0.0
-    _told: str = ""  # what was said about the last failed attempt
+    _told: str = ""  # what the user was last told about a failed attempt
     _has_failed: set[Setting] = field(default_factory=set)  # settings that failed once
     _repeats: bool = False
 
@@ -469,7 +470,7 @@ class Measurement:
                 if setting not in self.study.failed and (sample := self._attempt(setting)) is not None:
                     found[setting] = sample
                 elif setting == self.study.baseline and not found:
-                    break  # nothing in this round could be compared
+                    break  # no step of this round could be compared
             if found:
                 self.study.add(found)
                 self._report()
@@ -568,12 +569,12 @@ class Measurement:
             except BrokerUnavailableError:
                 raise
             except TenantError as error:
-                # Another process may have taken the memory: one failure does not prove the share too small.
+                # Another process may have taken the memory, so one failure does not prove that the share is too small.
                 if setting in self._has_failed:
                     self.study.failed[setting] = str(error)
                     return None
                 self._has_failed.add(setting)
-            except (SilentError, TickError, FractionalGPUError) as error:  # such as a seat's refusal
+            except (SilentError, TickError, FractionalGPUError) as error:  # such as a refusal for a seat
                 self.study.failed[setting] = str(error)
                 return None
         return None
@@ -593,7 +594,7 @@ class Measurement:
         measured = 1 if plan.neighbours else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
             bystander = os.environ.get("JUPYTER_GPU_LEASE", "")
-            # With long units of work, a step ends early, so that enough rounds fit into the time.
+            # With long units of work, a step ends early so that enough rounds fit into the time.
             share_s = plan.within_s / (len(self.study.settings) * _ROUNDS_WANTED)
             long_s = min(LONGEST_S, max(SHORTEST_S, share_s))
             return Step(self.client, plan.pool, tenants, measured, limit_s, long_s, bystander).run()

@@ -1,8 +1,8 @@
-"""Runs a program repeatedly, and reports each successful run as a unit of work. A script that imports only the standard library.
+"""Runs a program repeatedly, and reports each successful run as a unit of work. This script imports only the standard library.
 
     python -I -S repeat.py COMMAND [ARGUMENTS]
 
-Its first line, before the first run, says when that began. It exits with the status of the first failed run.
+Its first line, printed before the first run, reports when that run began. It exits with the status of the first failed run.
 """
 
 import os

@@ -1,16 +1,15 @@
 """The measuring method: which steps to run, when to stop, and what the samples show. It uses no I/O and no clock.
 
-The method:
-
 - A setting is a share and a number of tenants on the device. The baseline is a single tenant with the largest share, alone.
-- A round measures one step of each setting. Every other round runs backwards (A B B A), so that steady drift cancels.
-- A step's typical time per unit of work is the mean of the middle half, because a stalling host makes some units much longer on any share.
-  It is only compared with the baseline's in the same round. The finding is the centre of these quotients over the rounds. Its interval is
-  the narrower of the signed-rank and sign tests' (`fractional_gpu.stats`), which need at least eight rounds.
-- The tests use the quotients' logarithms. If noise multiplies both times alike, however skewed, these scatter symmetrically, as the
-  signed-rank test assumes.
-- Each look at the interval uses 98.5 % confidence, so that the final one still has 95 %.
-- A setting with a narrow enough interval is no longer measured. Disturbed steps are left out, not averaged in.
+- A round measures one step of each setting. Every other round runs in reverse order (A B B A), so that a steady drift cancels.
+- The typical time per unit of work in a step is the mean of the middle half, because a stalling host makes some units much longer,
+  whatever the share. It is compared only with the baseline's time in the same round. The finding is the centre of these quotients over
+  all rounds. Its interval is the narrower of the intervals of the signed-rank test and the sign test (`fractional_gpu.stats`), which need
+  at least eight rounds.
+- The tests use the logarithms of the quotients. If noise multiplies both times alike, however skewed it is, these logarithms scatter
+  symmetrically, as the signed-rank test assumes.
+- Each look at the interval uses 98.5 % confidence, so that the final interval still has 95 %.
+- A setting with a narrow enough interval is not measured again. Disturbed steps are left out and not averaged in.
 """
 
 import math
@@ -31,7 +30,7 @@ class TickError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Units of work reported at a CLOCK_MONOTONIC time."""
+    """Units of work that were reported at a time on CLOCK_MONOTONIC."""
 
     at_ns: int
     units: int
@@ -39,7 +38,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    latencies_s: list[float]  # between reports, per unit
+    latencies_s: list[float]  # the time between reports, per unit
     unit_s: float
     units: int
 
@@ -80,8 +79,11 @@ def units_between(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> int:
 
 WHOLE_MILLI: Final = 1000
 LOOK_CONFIDENCE: Final = 0.985
-"""The interval's confidence at each look. Measuring stops at the first narrow interval, which is more often too narrow."""
-LEAST_ROUNDS: Final = 8  # fewer have no such interval
+"""The confidence of the interval at each look.
+
+It is higher than the final 95 %, because measuring stops at the first narrow interval, and such an interval is too narrow more often.
+"""
+LEAST_ROUNDS: Final = 8  # fewer rounds do not give such an interval
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,17 +94,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The figures that one step measured; None if unknown."""
+    """The figures that one step measured. Unknown figures are None."""
 
-    unit_s: float  # mean over the step, per unit of work of one tenant
-    latencies_s: Sequence[float]  # between reports of each tenant, per unit
-    measured: int = 1  # tenants that reported units: all copies, or the first one of a mix
-    memory_mib: int | None = None  # the most that a measured tenant used
+    unit_s: float  # mean time over the step, per unit of work of one tenant
+    latencies_s: Sequence[float]  # times between the reports of each tenant, per unit
+    measured: int = 1  # number of tenants that reported units: all copies, or only the first tenant of a mix
+    memory_mib: int | None = None  # the most memory that a measured tenant used
     busy_percent: float | None = None
     unit_mj: float | None = None  # the device's energy per unit of work of all tenants
-    hour_milli: int = 0  # the share's hourly price, thousandths of the currency; 0: none
+    hour_milli: int = 0  # the share's hourly price in thousandths of the currency, or 0 if there is none
     currency: str = ""
-    is_company_unknown: bool = False  # others were on the device, which does not say whether they worked
+    is_company_unknown: bool = False  # others were on the device, and the device does not report whether they worked
 
     @property
     def typical_s(self) -> float:
@@ -117,22 +119,22 @@ class Sample:
 class Finding:
     setting: Setting
     rounds: int
-    why_not: str = ""  # a sentence; why it is unknown
+    why_not: str = ""  # a sentence that explains why the finding is unknown
     slower: Estimate | None = None  # a unit's typical time as a multiple of its time alone; exactly 1 for the baseline
-    unit_s: float = math.nan  # the mean, with pauses and stalls: the basis of throughput and cost
-    median_s: float = math.nan  # latency
+    unit_s: float = math.nan  # the mean, including pauses and stalls, from which throughput and cost are computed
+    median_s: float = math.nan  # the median latency
     p95_s: float = math.nan
     device_units_s: float = math.nan
     memory_mib: int | None = None
     busy_percent: float | None = None
     unit_mj: float | None = None
-    unit_gpu_s: float = math.nan  # GPU seconds per unit: share times time
+    unit_gpu_s: float = math.nan  # GPU seconds per unit, which is share times time
     unit_price: float | None = None  # in the currency
     currency: str = ""
-    cost: float | None = None  # per unit, relative to its cost alone
+    cost: float | None = None  # cost per unit, relative to its cost alone
 
     def suffices(self, most_slower: float) -> bool | None:
-        """Return whether a unit takes at most `most_slower` times as long as alone, or None if unknown."""
+        """Return whether a unit takes at most `most_slower` times as long as alone, or None if this is unknown."""
         if self.slower is None:
             return None
         if self.slower.high <= most_slower:
@@ -142,7 +144,10 @@ class Finding:
 
 @dataclass(slots=True)
 class Study:
-    """`baseline` is one of the settings. `interval` is the widest allowed interval, relative to its value."""
+    """A study of several settings.
+
+    `baseline` is one of the settings. `interval` is the widest allowed interval, relative to the value.
+    """
 
     baseline: Setting
     settings: Sequence[Setting]
@@ -150,7 +155,7 @@ class Study:
     samples: dict[Setting, list[Sample]] = field(default_factory=dict)
     quotients: dict[Setting, list[float]] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
-    trouble: dict[Setting, str] = field(default_factory=dict)  # why its last failed step failed
+    trouble: dict[Setting, str] = field(default_factory=dict)  # why the last failed step of each setting failed
     rounds: int = 0
 
     def next_round(self) -> list[Setting]:
@@ -228,14 +233,17 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline (the largest share alone) and each share on a device full of its tenants, largest first."""
+    """Return the baseline, and each share on a device that is full of tenants with this share. Larger shares come first.
+
+    The baseline is the largest share alone.
+    """
     largest = max(fractions_milli)
     full = {Setting(one, WHOLE_MILLI // one) for one in fractions_milli}
     return [Setting(largest, 1), *sorted(full - {Setting(largest, 1)}, reverse=True)]
 
 
 def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline and, for each number of extra copies, the largest offered share that lets all of them fit.
+    """Return the baseline and, for each number of extra copies, the largest offered share with which all of them fit.
 
     Raises ValueError if no share on offer is small enough.
     """

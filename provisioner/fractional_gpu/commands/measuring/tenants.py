@@ -1,8 +1,8 @@
-"""Tenants are programs that share one device, each under a lease. In a step, they work at the same time for a while.
+"""Tenants are programs that share one device, each under its own lease. In a step, they work at the same time for a while.
 
-A program waits in its stub until all tenants have places on the same device. The broker chooses devices, so stubs with places elsewhere
-give them back. Unless waiting is allowed, tenants take only spare room, so that they do not overtake waiting leases. To make
-room, they suspend only the user's own idle kernels, each once.
+A program waits in its stub until all tenants have places on the same device. The broker chooses the devices, so a stub with a place on
+another device gives the place back. Unless waiting is allowed, tenants take only spare room, so that they do not overtake leases that wait.
+To make room, they suspend only idle kernels of the same user, and each kernel only once.
 """
 
 import os
@@ -32,7 +32,7 @@ from fractional_gpu.protocol.messages import COMMAND, KERNEL, AcquireRequest, Le
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus
 from fractional_gpu_kernel.measure import FILE
 
-PATIENCE_S: Final = 2.0  # for a program to end when asked to
+PATIENCE_S: Final = 2.0  # how long a program may take to end when asked to
 _TAIL: Final = 2000
 _MOST_ELSEWHERE: Final = 64
 OTHERS_MILLI: Final = 20  # use by others that disturbs a step; less slows tenants by less than an interval's width
@@ -52,10 +52,10 @@ class Tenant:
     lease: KernelLease
     folder: Path
     granted: Mapping[str, str] = field(default_factory=dict)
-    device_id: str = ""  # once it has its place
+    device_id: str = ""  # set once the tenant has its place
     held: HeldCommand | None = None
     running: RunningCommand | None = None
-    _kept: ExitStack = field(default_factory=ExitStack)  # its connection, and the use of its lease
+    _kept: ExitStack = field(default_factory=ExitStack)  # its connection, and the hold on its lease
 
     @property
     def ticks(self) -> Path:
@@ -71,13 +71,13 @@ class Tenant:
             self.granted = wait_for_gpu(self.lease, wait_ms, say)
         except CommandError as error:
             raise NoSpareRoomError(str(error)) from None
-        # In use from now on, so that it cannot be suspended during a pause.
+        # The lease is in use from now on, so that it cannot be suspended during a pause.
         client = self._kept.enter_context(BrokerClient(self.lease.socket, token=self.lease.token))
         next(self._kept.enter_context(closing(client.hold(self.lease.lease_id, AcquireRequest()))), None)
         self.device_id = client.lease(self.lease.lease_id).lease.device_id or ""
 
     def go(self) -> None:
-        assert self.held is not None  # noqa: S101 - the order of calls is this room's
+        assert self.held is not None  # noqa: S101 - methods are called in this order only
         environment = {**command_environment(self.lease, self.granted), FILE: os.fspath(self.ticks)}
         held, self.held = self.held, None
         self.running = held.go(environment)
@@ -111,8 +111,8 @@ class Places:
     folder: Path  # for the tenants' files
     say: Callable[[str], None]
     may_wait: bool
-    _asked: set[str] = field(default_factory=set)  # leases suspended once; one that came back is in use
-    _patience_s: float = 0.0  # for ended tenants to free their room
+    _asked: set[str] = field(default_factory=set)  # leases that were suspended once; a lease that came back is in use
+    _patience_s: float = 0.0  # how long ended tenants may take to free their room
 
     @contextmanager
     def tenants(
@@ -132,13 +132,13 @@ class Places:
                     fits = tenant.device_id == device_id
                 elif self.may_wait or wanted == 1:
                     fits = True
-                else:  # the first one's device must have room for all the others
+                else:  # the device of the first tenant must have room for all others
                     reserve_mib, device_id = tenant.lease.reserve_mib, tenant.device_id
                     fits = not no_spare_room(self.client.status(), self.pool, reserve_mib, wanted - 1, device_id)
                 if fits:
                     placed.append(tenant)
                     continue
-                elsewhere.append(tenant)  # it keeps its place for now, so that the next one does not get it too
+                elsewhere.append(tenant)  # keeps its place for now, so that the next tenant does not get it
                 if len(elsewhere) >= _MOST_ELSEWHERE:
                     raise NoSpareRoomError(f"pool {self.pool} placed {_MOST_ELSEWHERE} programs on other devices")
             for tenant in elsewhere:
@@ -172,7 +172,8 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        Only a step's first tenant starts with a fresh sample of the devices, because others wait for it and the broker knows its leases.
+        Only the first tenant of a step starts with a fresh sample of the devices. For a later tenant, the other tenants already wait, and
+        the broker knows their leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -185,7 +186,7 @@ class Places:
             for one in leaving:
                 self._asked.add(one.lease_id)
                 self.say(f"{one.spec.label or one.lease_id} is idle: suspending it to make room")
-                with suppress(ConflictError):  # it may have started a cell
+                with suppress(ConflictError):  # the kernel may have started a cell
                     self.client.because_of("`jupyter gpu measure`").suspend(one.lease_id)
             if not leaving:
                 if time.monotonic() >= limit_s:
@@ -206,9 +207,9 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the owner's fewest idle leases, except `but`, to suspend so that `wanted` leases fit on one device.
+    """Return the fewest idle leases of the owner to suspend so that `wanted` leases fit on one device. Leave out the leases in `but`.
 
-    Return an empty sequence if that is not enough, or if another lease is waiting.
+    Return an empty sequence if suspending them is not enough, or if another lease is waiting.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
     own = [
@@ -265,11 +266,11 @@ def others_work(
     *,
     bystander: str = "",
 ) -> str:
-    """Return a sentence about who else worked on the device, or an empty string.
+    """Return a sentence that says who else worked on the device, or "".
 
-    `used_milli` is how much of the device others used, or None if it cannot tell; a lease then counts as working while its cell runs.
-    `busy_neighbours` counts those leases of all users, and all tenants but one. `bystander` is the lease of the kernel whose cell
-    measures: that cell runs all the time and uses nothing.
+    `used_milli` is how much of the device others used. If it is None, the device does not report this, and a lease counts as working while
+    its cell runs. `busy_neighbours` is the number of such leases of all users, including all tenants except one. `bystander` is the lease
+    of the kernel whose cell runs the measurement: this cell runs all the time but does not use the device.
     """
     if used_milli is not None and used_milli < OTHERS_MILLI:
         return ""
@@ -305,26 +306,26 @@ def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) 
     )
 
 
-ENOUGH_UNITS: Final = 12  # reports by all measured tenants
-LEAST_UNITS: Final = 4  # reports by each of them
+ENOUGH_UNITS: Final = 12  # number of reports by all measured tenants together
+LEAST_UNITS: Final = 4  # number of reports by each measured tenant
 SHORTEST_S: Final = 1.0
-LONGEST_S: Final = 10.0  # after this time of working together, a step needs only one unit per tenant
+LONGEST_S: Final = 10.0  # after the tenants worked together for this long, a step needs only one unit per tenant
 _LOOK_S: Final = 0.05
 _STATUS_S: Final = 0.5
 _LEAST_LAST_MS: Final = 1000
-_CHANGE_PARTS: Final = 100  # others' memory may change by this part of the device: desktops redraw
+_CHANGE_PARTS: Final = 100  # the memory of others may change by this part of the device, because desktops redraw
 
 
 class DisturbedError(CommandError):
-    """Something else used or waited for the device, so the step proves nothing."""
+    """Another program used the device or waited for it, so the step proves nothing."""
 
 
 class TooSlowError(CommandError):
-    """The step timed out before it could measure a unit of work."""
+    """The step timed out before a unit of work could be measured."""
 
 
 class SilentError(CommandError):
-    """The program succeeded without any report, so its whole run is the unit of work."""
+    """The program succeeded without a report, so each whole run counts as a unit of work."""
 
 
 @dataclass(slots=True)
@@ -333,18 +334,18 @@ class Step:
     pool: str
     tenants: Sequence[Tenant]
     measured: int
-    limit_s: float  # by `time.monotonic`
+    limit_s: float  # on the clock of `time.monotonic`
     long_s: float = LONGEST_S
-    bystander: str = ""  # the lease of the kernel whose cell measures
+    bystander: str = ""  # the lease of the kernel whose cell runs the measurement
     _looks: list[tuple[int, DeviceStatus]] = field(default_factory=list)
     _memory_mib: int = 0
     _others_mib: int | None = None
-    _using_ns: dict[str, int] = field(default_factory=dict)  # when each lease was first seen using the device
+    _using_ns: dict[str, int] = field(default_factory=dict)  # when each lease was first seen to use the device
     _looked_s: float = 0.0
     _is_company_unknown: bool = False
 
     def run(self) -> Sample:
-        if why := self._look(fresh=False):  # the places were found by a fresh sample
+        if why := self._look(fresh=False):  # the places were found with a fresh sample
             raise DisturbedError(why)
         for tenant in self.tenants:
             tenant.go()
@@ -367,7 +368,10 @@ class Step:
         return True
 
     def _check_bystanders(self) -> None:
-        """Raise DisturbedError if others worked, unless a tenant has just ended, because its lease's state is stale."""
+        """Raise DisturbedError if others worked.
+
+        Do not raise it if a tenant has just ended, because the status of its lease is then out of date.
+        """
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)
 
@@ -418,7 +422,7 @@ class Step:
         lease_id, *beside = (one.lease.lease_id for one in self.tenants)
         used_milli = self.client.others(lease_id, last_ms, beside).used_milli
         busy = 0
-        if used_milli is None:  # without the device's count, leases' cells must tell
+        if used_milli is None:  # the device does not count use, so look at the cells of the leases
             busy = sum(one.busy for one in self.client.lease(lease_id).neighbours)
             self._is_company_unknown |= others_mib(status, self.tenants, device_id) > 0
         return others_work(status, self.tenants, device_id, used_milli, busy, bystander=self.bystander)

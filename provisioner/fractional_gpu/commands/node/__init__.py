@@ -1,1 +1,1 @@
-"""`jupyter gpu node`: what runs on a cluster's nodes next to the broker: the agent, Slurm's scripts, and how to install and check them."""
+"""`jupyter gpu node` runs, installs and checks the agent and Slurm's scripts, which run next to the broker on a cluster's nodes."""

@@ -1,4 +1,4 @@
-"""`jupyter gpu node agent`: runs the node agent, with its options, log and shutdown, and pods' seats in Kubernetes."""
+"""`jupyter gpu node agent` runs the node agent with its options, log and shutdown. In Kubernetes it also keeps the seats of pods."""
 
 import argparse
 import json
@@ -52,10 +52,10 @@ SIGTERM stops it; the counts stay as they are.
 
 @contextmanager
 def ending() -> Iterator[Callable[[float], bool]]:
-    """Yield a sleep function that returns True early on SIGTERM or SIGINT. Use it in the main thread."""
+    """Yield a sleep function that returns True early on SIGTERM or SIGINT. Use it only in the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        """Do nothing: the system's write to the pipe is enough."""
+        """Do nothing, because it is enough that the system writes to the pipe."""
 
     with signal_pipe() as wakes, handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), note)):
         yield lambda seconds: bool(select.select([wakes], [], [], seconds)[0])
@@ -176,7 +176,7 @@ def _say(line: str) -> None:
     say(line, sys.stderr, flush=True)
 
 
-_SEATS_S = 10.0  # the longest time between comparing seats with pods: a broker that lost its ledger forgot them
+_SEATS_S = 10.0  # how often seats are compared with pods at least, as a broker may lose its ledger
 _NOTES_S = 60.0  # how often pods are annotated
 _LISTED_S = 60.0  # how long --once waits for the list of pods
 
@@ -189,7 +189,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
     from fractional_gpu.engines.pod_seats import PodSeats  # noqa: PLC0415 - as above
 
     pools, every_s = _pools(options), _every_ms(options) / 1000
-    # A pod that no node's count covers waits in the scheduler's queue: no count has to be open for it.
+    # A pod that fits into no node's count waits in the scheduler's queue, so no count has to be kept open for it.
     rules = _rules(options, {pool: resource_of(pool) for pool in pools}, refuses_beyond=False)
     try:
         from fractional_gpu.engines.kubernetes import KubernetesEngine, configuration  # noqa: PLC0415 - an extra
@@ -236,11 +236,11 @@ def _keep_pods(
     ended: Callable[[float], bool],
     every_s: float,
 ) -> None:
-    """Update seats when pods change, counts at their own pace, and annotations occasionally."""
+    """Update the seats when pods change, the counts at their own pace, and the annotations occasionally."""
     kept_s = noted_s = float("-inf")
     while not ended(0):
         now, changed = time.monotonic(), engine.changed.is_set()
-        if changed:  # before the pods are read, or a change in between would be lost
+        if changed:  # cleared before the pods are read, because a change in between would be lost otherwise
             engine.changed.clear()
         try:
             if changed or now - kept_s >= _SEATS_S:
@@ -250,7 +250,7 @@ def _keep_pods(
                 seats.note(engine.pods() or ())
                 noted_s = now
         except FractionalGPUError:
-            # The broker does not answer, as the agent's step reports; the next round compares the seats again.
+            # The broker does not answer, which the agent's step reports. The next round compares the seats again.
             kept_s = noted_s = float("-inf")
         engine.changed.wait(min(every_s, max(_LEAST_EVERY_MS, agent.step()) / 1000))
 

@@ -1,7 +1,7 @@
-"""`jupyter gpu node ACTION`: a table of actions.
+"""`jupyter gpu node ACTION`, with a table of the actions.
 
-Slurm's Prolog must be fast, so actions import what they need when they run. Slurm drains a node whose Prolog or Epilog fails, so
-both exit with 0.
+Slurm's Prolog must be fast, so actions import what they need when they run. Slurm drains a node whose Prolog or Epilog fails, so both exit
+with 0.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def _run_hook(options: argparse.Namespace) -> int:
 
 
 def _logger(name: str, file: Path | None) -> Callable[[str], None]:
-    """Return a log writer that never raises or blocks, because a full disk must not drain the node."""
+    """Return a function that writes to the log. It never raises or blocks, because a full disk must not drain the node."""
 
     def to_system(line: str) -> None:
         syslog.openlog("jupyter-gpu-slurm", syslog.LOG_PID, syslog.LOG_DAEMON)
@@ -111,7 +111,7 @@ def _logger(name: str, file: Path | None) -> Callable[[str], None]:
 
     def to_file(line: str) -> None:
         with suppress(OSError):
-            # O_NONBLOCK: a pipe without a reader would hold up the job. O_NOFOLLOW: this runs as root.
+            # O_NONBLOCK, because a pipe without a reader would hold up the job. O_NOFOLLOW, because this runs as root.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(file or os.devnull, flags, 0o600)
             try:

@@ -1,4 +1,4 @@
-"""Options that `jupyter gpu node` actions share. Lightweight, because Slurm's Prolog imports it."""
+"""The options that the actions of `jupyter gpu node` share. Slurm's Prolog imports this module, so it must be light."""
 
 import argparse
 import re

@@ -1,9 +1,10 @@
-"""The command's process: held until it has the GPU, in its own process group, with its terminal, signals and exit status.
+"""The process of a command. It is held until it has the GPU, and has its own process group, its terminal, signals and exit status.
 
 - A stub (`stub`) is started first, so that the broker knows the process before the command runs in it.
-- The command has its own process group. If the runner has the terminal, it gives it to the group: Ctrl-C and Ctrl-Z reach the
-  command as from any shell. When the command stops, the runner takes the terminal back and stops too; a shell's `fg` continues both.
-- The command inherits what it would without us: descriptors, ignored or blocked signals, niceness, processors, limits.
+- The command has its own process group. If the runner has the terminal, it gives the terminal to this group, so that Ctrl-C and Ctrl-Z
+  reach the command as from any shell. When the command stops, the runner takes the terminal back and stops, too. A shell's `fg` continues
+  both.
+- The command inherits what it would inherit without the runner: descriptors, ignored or blocked signals, niceness, processors and limits.
 - The runner passes signals on to the group. A second SIGINT, SIGTERM or SIGHUP kills the group with SIGKILL.
 """
 
@@ -43,7 +44,7 @@ _BY_TERMINAL: Final = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 
 class CannotRunError(CommandError):
-    """Exit code 127 if there is no such program, 126 if it is not executable, as in a shell."""
+    """The command cannot be run. As in a shell, the exit code is 127 if there is no such program, and 126 if it is not executable."""
 
     def __init__(self, program: str, error: int) -> None:
         self.exit_code = 127 if error == errno.ENOENT else 126
@@ -58,15 +59,18 @@ def check_program(command: Sequence[str]) -> None:
 
 
 class HeldCommand:
-    """A command held in its stub. `environment` must have the lease's id, which the broker looks for.
+    """A command that is held in its stub. `environment` must contain the id of the lease, which the broker looks for.
 
-    With `output`, a file for its output, it gets no input. Without, it uses our input and outputs.
+    If `output` is given, the command writes to this file and gets no input. Otherwise it shares this process's input and outputs.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], output: "IO[bytes] | None" = None
     ) -> None:
-        """Start the stub, in the main thread only, because the command ends with the thread that starts it. Raises OSError."""
+        """Start the stub. Raises OSError.
+
+        Call this only in the main thread, because the command ends with the thread that starts it.
+        """
         self._program = command[0]
         source, to_stub = os.pipe()
         from_stub, sink = os.pipe()
@@ -78,7 +82,7 @@ class HeldCommand:
             self._child = subprocess.Popen(
                 stub,
                 env=dict(environment),
-                close_fds=False,  # the command gets what we inherited; our own close on exec
+                close_fds=False,  # the command gets what we inherited, while our own descriptors close on exec
                 process_group=0,
                 stdin=None if output is None else subprocess.DEVNULL,
                 stdout=output,
@@ -91,7 +95,7 @@ class HeldCommand:
         finally:
             os.close(source)
             os.close(sink)
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited by the command; here it loses the status
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited by the command, but loses its status here
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.pid = self._child.pid
 
@@ -106,7 +110,7 @@ class HeldCommand:
         return RunningCommand(self._child)
 
     def give_up(self) -> None:
-        """Kill the stub before the command runs, or the command if `go` was interrupted."""
+        """Kill the stub before the command runs, or kill the command if `go` was interrupted."""
         self._to_stub.close()
         self._from_stub.close()
         self._child.kill()
@@ -114,7 +118,7 @@ class HeldCommand:
 
 
 def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Return this handler for each signal that is not ignored (`nohup` and background jobs ignore some)."""
+    """Return this handler for each signal that is not ignored. `nohup` and background jobs ignore some signals."""
     return {number: handler for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
 
 
@@ -128,12 +132,12 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the command's exit status, or -N if signal N ended it. First pass on the signals already `noted`.
+        """Return the exit status of the command, or -N if signal N ended it. First pass on the signals already `noted`.
 
-        Call `passed_on` with each signal number after passing it on, and `continued` when the runner gets SIGCONT.
+        After passing on a signal, call `passed_on` with its number. When the runner gets SIGCONT, call `continued`.
         """
         handlers = unless_ignored((*PASSED_ON, signal.SIGCONT), self._note)
-        # Ignore SIGTTOU, which would stop this process when it sets the terminal's group.
+        # Ignore SIGTTOU, which would stop this process when it sets the terminal's process group.
         with signal_pipe() as wakes, handling({**handlers, signal.SIGCHLD: self._note, signal.SIGTTOU: signal.SIG_IGN}):
             try:
                 self._hand_terminal(os.getpgrp(), self.pid)
@@ -182,12 +186,12 @@ class RunningCommand:
     def has_ended(self) -> bool:
         return (
             self._child.returncode is not None
-            # WNOWAIT leaves the zombie: once it is reaped, another process may get the number of the group that `end` signals.
+            # WNOWAIT leaves the zombie. Once it is reaped, another process may get the number of the group that `end` signals.
             or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         )
 
     def end(self, patience_s: float) -> int:
-        """Ask the command's group to end, kill what is left after `patience_s`, and return the command's exit status."""
+        """Ask the command's group to end, and return the exit status of the command. After `patience_s`, kill what is left of the group."""
         if self._child.returncode is None:
             self._signal(signal.SIGTERM)
             pidfd = os.pidfd_open(self.pid)
@@ -195,24 +199,24 @@ class RunningCommand:
                 select.select([pidfd], [], [], patience_s)
             finally:
                 os.close(pidfd)
-            self._signal(signal.SIGKILL)  # the command's process is not reaped yet, so that the group is still its own
+            self._signal(signal.SIGKILL)  # the command's process is not reaped yet, so the group is still its own
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         while (status := self.poll()) is None:
-            pass  # it was stopped before it ended
+            pass  # the process was stopped before it ended
         return status
 
     def _stop_too(self, number: int) -> None:
-        """Stop like the command, so that the shell gets the terminal back; when continued, continue the command."""
+        """Stop like the command, so that the shell gets the terminal back. When this process is continued, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
-            return  # the process that stopped it continues it
+            return  # the process that stopped the command will continue it
         if (
             number != signal.SIGTSTP and self._foreground() == self.pid
-        ):  # it read from the terminal just before it got it
+        ):  # the command read from the terminal just before it got the terminal
             self._signal(signal.SIGCONT)
             return
         self._hand_terminal(self.pid, os.getpgrp())
         with handling({signal.SIGTSTP: signal.SIG_DFL}):
-            os.killpg(os.getpgrp(), signal.SIGTSTP)  # without a shell above (an orphaned group), the system ignores it
+            os.killpg(os.getpgrp(), signal.SIGTSTP)  # the system ignores this without a shell above (an orphaned group)
         self._hand_terminal(os.getpgrp(), self.pid)
         self._signal(signal.SIGCONT)
 
@@ -229,9 +233,12 @@ class RunningCommand:
 
 
 def die_of(number: int) -> int:
-    """Die of the signal that ended the command, without a core dump. A container's first process survives; it returns 128 + N."""
+    """Die of the signal that ended the command, without a core dump.
+
+    The first process of a container survives the signal, and then returns 128 + N.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    with suppress(OSError):  # SIGKILL has no handlers
+    with suppress(OSError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
@@ -244,7 +251,7 @@ def _shell_status(code: int) -> int:
 
 def _own_terminal() -> int | None:
     for descriptor in (0, 1, 2):
-        with suppress(OSError):  # no terminal, or not the one that controls this session
+        with suppress(OSError):  # there is no terminal, or it does not control this session
             os.tcgetpgrp(descriptor)
             return descriptor
     return None
@@ -276,7 +283,7 @@ def attach(lease: KernelLease, pid: int, *, served: bool = False) -> None:
 
 
 def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[str, str]:
-    """Return a kernel's variables, with its memory limit as hints for frameworks and as a fraction."""
+    """Return the variables that a kernel would get, with its memory limit as hints for frameworks and as a fraction."""
     environment = {**environment_with(lease, os.environ), **granted, "JUPYTER_GPU_KIND": COMMAND}
     MemoryLimits(environment).bind({})
     device_mib = int(environment.get(DEVICE, "0"))

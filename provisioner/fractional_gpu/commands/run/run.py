@@ -1,7 +1,7 @@
-"""`jupyter gpu run`: runs any program under a lease like a kernel's, and suspends it while idle.
+"""`jupyter gpu run` runs any program under a lease like a kernel's, and suspends the program while it is idle.
 
-It checks the options, takes a lease and attaches a stub to it. Once it has the GPU, the stub becomes the command. `supervisor` keeps the
-lease until the command ends, and the command's exit status becomes the runner's.
+The command checks the options, takes a lease and attaches a stub to it. When the stub has the GPU, it becomes the program. `supervisor`
+keeps the lease until the program ends, and the program's exit status becomes that of `jupyter gpu run`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _DEVICES: Final = range(1, 9)
 _PRIORITIES: Final = range(-1000, 1001)
 _KILLED: Final = frozenset(
     {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGTERM}
-)  # a shell adds 128
+)  # as in a shell, 128 is added
 _DESCRIPTION: Final = (
     "Run a program on a share of a GPU, such as a script or a model server. It can be suspended while idle."
 )
@@ -94,12 +94,12 @@ def run(options: argparse.Namespace) -> int:
     )
     check_program(command)
     noted: list[int] = []
-    # A signal that comes as the command begins is for the command.
+    # A signal that arrives when the command begins is meant for the command.
     with handling(unless_ignored(PASSED_ON, lambda number, _frame: noted.append(number))):
         try:
             with signals_raise():
                 lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))
-        except EndedError as ended:  # a stub still held ends with this process
+        except EndedError as ended:  # a stub that is still held ends with this process
             return die_of(ended.number)
         try:
             running = held.go(environment)
@@ -131,9 +131,9 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
             f"--fraction out"
         )
     fraction = "1" if devices > 1 else options.fraction or "1/4"
-    # The program's name and its first file's name only: arguments may be secret.
+    # Show only the names of the program and of its first file, because arguments may be secret.
     script = next((word for word in command[1:] if not word.startswith("-")), "")
-    is_file = os.path.isfile(script)  # noqa: PTH113 - a word may be a whole program, too long for a path
+    is_file = os.path.isfile(script)  # noqa: PTH113 - a word may be a whole program, which is too long for a path
     names = [Path(command[0]).name, *([Path(script).name] if is_file else [])]
     return LeaseRequest(
         fraction_milli=parse_argument(parse_fraction_milli, fraction),

@@ -1,10 +1,10 @@
-"""Becomes the command of `jupyter gpu run` once it has the GPU. A script that imports only the standard library.
+"""Becomes the command of `jupyter gpu run` once it has the GPU. This script imports only the standard library.
 
     python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
 
-The broker thus knows the process before the command runs, because exec keeps the pid. RUNNER is the parent's pid. The stub reads the
-command's environment as JSON from descriptor IN, and exits if it is empty. If exec fails, the stub writes the error number to descriptor
-OUT. The command gets SIGTERM when its runner dies (PR_SET_PDEATHSIG).
+Because exec keeps the pid, the broker knows the process before the command runs. RUNNER is the parent's pid. The stub reads the command's
+environment as JSON from descriptor IN, and exits if it is empty. If exec fails, the stub writes the error number to descriptor OUT. The
+command gets SIGTERM when its runner dies (PR_SET_PDEATHSIG).
 """
 
 import ctypes
@@ -20,7 +20,7 @@ def main() -> int:
     runner, source, sink = map(int, sys.argv[1:4])
     command = sys.argv[4:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != runner:  # it died before that call
+    if os.getppid() != runner:  # the runner died before that call
         return 1
     with os.fdopen(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()
@@ -28,10 +28,10 @@ def main() -> int:
         return 1
     os.set_inheritable(sink, False)  # exec closes it, which tells the runner that the command runs
     environment = json.loads(text)
-    if environment.pop("JUPYTER_GPU_CHECKPOINT_JOB", ""):  # as `fractional_gpu_kernel.__main__` does
-        job = os.memfd_create("cuda-checkpoint-job", 0)  # not closed by exec
+    if environment.pop("JUPYTER_GPU_CHECKPOINT_JOB", ""):  # as in `fractional_gpu_kernel.__main__`
+        job = os.memfd_create("cuda-checkpoint-job", 0)  # exec does not close it
         environment["CUDA_CHECKPOINT_JOB_FILE"] = f"/proc/{os.getpid()}/fd/{job}"
-    # Python ignores these at its start: restore the defaults for the command.
+    # Python ignores these signals when it starts, so restore the defaults for the command.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

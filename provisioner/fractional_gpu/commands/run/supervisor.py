@@ -1,7 +1,8 @@
-"""Keeps a running command's lease: reports when the command needs the GPU, prints notices, and outlives brokers.
+"""Keeps the lease of a running command: reports when the command needs the GPU, prints notices, and outlives brokers.
 
-One thread follows the lease. Another looks for signs that the command needs the GPU, and has a third wait for it. A broker that ended is
-restarted only when the command needs the GPU, as for a kernel. The threads are daemons and never end the command.
+One thread follows the lease. Another thread looks for signs that the command needs the GPU, and then starts a third thread that waits for
+the GPU. As for a kernel, a broker that ended is restarted only when the command needs the GPU. The threads are daemons and never end the
+command.
 """
 
 import errno
@@ -31,27 +32,27 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 
-_ESTABLISHED: Final = 1  # TCP states, in /proc's table and in sock_diag's answers
+_ESTABLISHED: Final = 1  # TCP states, as in /proc's table and in sock_diag's answers
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
-"""The time for which a half-closed connection counts. Its client may be waiting for the answer, or gone."""
+"""How long a half-closed connection counts. Its client may be waiting for the answer, or may be gone."""
 
 _Connections = Iterable[tuple[bytes, int]]
-"""Each connection's identity and state."""
+"""The identity and the state of each connection."""
 
 
 class Ports:
-    """Counts connections to ports (TCP over IPv4 and IPv6) of one process's network namespace.
+    """Counts TCP connections (over IPv4 and IPv6) to some ports in the network namespace of one process.
 
-    In the runner's own namespace, `sock_diag` returns only these connections, in 0.25 ms per port. Elsewhere the whole table is read,
-    which takes a few ms.
+    In the runner's own namespace, `sock_diag` returns only these connections, in 0.25 ms per port. In another namespace the whole table is
+    read, which takes a few ms.
     """
 
     def __init__(self, pid: int, ports: Collection[int]) -> None:
         self._tables = [Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")]
         self._ports = ports
         self._namespaces = Path(f"/proc/{pid}/ns/net"), Path("/proc/self/ns/net")
-        self._half_closed: dict[bytes, float] = {}  # by connection, and since when
+        self._half_closed: dict[bytes, float] = {}  # maps each connection to the time since which it is half-closed
 
     def open(self, now_s: float) -> int:
         established, half_closed = 0, dict[bytes, float]()
@@ -72,13 +73,13 @@ class Ports:
 
 
 def tabled(table: Path, ports: Collection[int]) -> _Connections:
-    """Return connections to these local ports from a table such as /proc/PID/net/tcp, or none if it is unreadable."""
+    """Return the connections to these local ports from a table such as /proc/PID/net/tcp. Return none if the table is unreadable."""
     try:
         text = table.read_bytes()
-    except OSError:  # no IPv6, or the process is gone
+    except OSError:  # there is no IPv6, or the process is gone
         return []
     named = "|".join(f"{port:04X}" for port in ports)
-    # A line's number, its two ends, and its state.
+    # The line's number, the two ends of the connection, and its state.
     row = rf"^ *\d+: ([0-9A-F]+:(?:{named}) [0-9A-F:]+) (0{_ESTABLISHED}|0{_CLOSE_WAIT}) "
     return [(ends, int(state)) for ends, state in re.findall(row.encode(), text, re.MULTILINE)]
 
@@ -119,7 +120,7 @@ def cpu_us(pid: int) -> int:
         process = left.pop()
         try:
             threads = os.listdir(f"/proc/{process}/task")  # noqa: PTH208 - names are enough
-        except OSError:  # it ended
+        except OSError:  # the process ended
             continue
         for thread in threads:
             used += _thread_us(f"/proc/{process}/task/{thread}")
@@ -134,12 +135,15 @@ _HAS_CHILDREN: Final = Path("/proc/thread-self/children").exists()  # a kernel m
 def _tree(pid: int) -> list[int]:
     try:
         return [one.pid for one in scan().tree(identify(pid))]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
 
 
 def _thread_us(folder: str) -> int:
-    """Return a thread's CPU time in microseconds, from schedstat, or else from stat, which counts hundredths of a second."""
+    """Return a thread's CPU time in microseconds.
+
+    It is read from schedstat, or else from stat, which counts hundredths of a second.
+    """
     with suppress(OSError, ValueError, IndexError):
         return int(Path(folder, "schedstat").read_bytes().split()[0]) // 1000
     with suppress(OSError, ValueError, IndexError):
@@ -149,9 +153,9 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""The least CPU time between looks that counts as computing. With less, the command is waiting, perhaps for the GPU."""
+"""The CPU time between two looks that counts as computing. With less, the command is waiting, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
-"""A resume followed by less CPU time was useless, unless the device saw work."""
+"""After a resume, a command that uses less CPU time than this was resumed in vain, unless the device saw work."""
 LOOK_S: Final = 0.25
 _DOUBTFUL: Final = 10
 FIRST_PATIENCE_S: Final = 5.0
@@ -159,17 +163,17 @@ LONGEST_PATIENCE_S: Final = 600.0
 
 
 class CpuWatch:
-    """Decides from a suspended command's CPU use when it may be waiting for the GPU. It does no I/O.
+    """Decides from the CPU use of a suspended command when it may be waiting for the GPU. It does no I/O.
 
     The command is taken to be waiting for the GPU:
 
-    - At once, if it used the CPU since its suspend and a look finds it waiting.
-    - After `FIRST_PATIENCE_S`, if it only used the CPU just before its suspend, which may have come just before a GPU call.
+    - At once, if it has used the CPU since its suspend and is now found waiting.
+    - After `FIRST_PATIENCE_S`, if it used the CPU only just before its suspend, which may have come just before a GPU call.
     - After `LONGEST_PATIENCE_S`, if it computes without a pause, because one of its threads may be waiting.
-    - Never, if it did not use the CPU at all: it is waiting for the same thing as before.
+    - Never, if it has not used the CPU at all, because it is then waiting for the same thing as before.
 
-    After each resume in which it neither used the GPU nor computed, the next sign counts later: first `FIRST_PATIENCE_S` after its
-    suspend, then after twice as long each time, up to `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, a sign counts
+    If the command neither used the GPU nor computed after a resume, the next sign counts later. It counts first `FIRST_PATIENCE_S` after
+    the suspend, then after twice as long each time, up to `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, a sign counts
     after `FIRST_PATIENCE_S` at the earliest.
     """
 
@@ -180,8 +184,8 @@ class CpuWatch:
         self._used_before = False
         self._only_before = False
         self._last_us = 0
-        self._away_us = 0  # its CPU time when last seen suspended
-        self._unseen = 0  # resumes in a row without visible GPU work
+        self._away_us = 0  # its CPU time when it was last seen suspended
+        self._unseen = 0  # number of resumes in a row without visible GPU work
         self._woken = False
 
     @property
@@ -194,8 +198,8 @@ class CpuWatch:
         self._used_before, self._last_us = used_us != self._last_us, used_us
 
     def suspended(self, used_us: int, now_s: float, *, worked: bool) -> None:
-        # Saving may use the command's CPU time, so the last look before it counts. After a resume the command runs before we notice, so
-        # its use since it was last seen suspended counts, though the resume may be part of it.
+        # Saving may use the command's CPU time, so the last look before the suspend counts. After a resume, the command runs before we
+        # notice it. So its use since it was last seen suspended counts, although the resume may be part of that use.
         if worked or abs(self._last_us - self._away_us) >= USEFUL_US:
             self._in_vain = 0
         elif self._woken:
@@ -210,7 +214,7 @@ class CpuWatch:
         self._used_since_s = now_s if self._used_before else None
 
     def look(self, used_us: int, now_s: float) -> bool:
-        # The use of ended threads and processes no longer counts, so the total can fall: any difference is use.
+        # The CPU time of ended threads and processes no longer counts, so the total can fall. Any difference is use.
         step_us, self._last_us, self._away_us = abs(used_us - self._last_us), used_us, used_us
         if step_us > 0:
             self._only_before = False
@@ -226,15 +230,15 @@ class CpuWatch:
         self._woken = False
 
 
-PORT_LOOK_S: Final = 0.1  # while it is suspended
+PORT_LOOK_S: Final = 0.1  # while the command is suspended
 _RESIDENT_PORT_LOOK_S: Final = 0.5
-_LINGER_S: Final = 1.0  # the lease stays in use this long after the last connection: browsers open several in a row
+_LINGER_S: Final = 1.0  # the lease stays in use this long after the last connection, as browsers open several in a row
 _RESIDENT_LOOK_S: Final = 1.0
 _RETRY_S: Final = 1.0
 _RESIDENT: Final = "resident"
 _SUSPENDED: Final = "suspended"
 _GONE: Final = "unattached"
-_NOTICE_S: Final = 1.0  # how long to wait for the broker to say why the command was killed
+_NOTICE_S: Final = 1.0  # how long to wait for the broker to explain why the command was killed
 _PASSING: Final = (BrokerUnavailableError, InternalBrokerError, TooManyRequestsError)
 """Errors that say nothing about the lease, because the broker cannot answer now."""
 
@@ -245,7 +249,7 @@ def say(sentence: str) -> None:
 
 
 class _GPURequest:
-    """One request for the GPU: a thread that waits for it and, with `hold`, keeps the lease in use until `end`."""
+    """One request for the GPU. A thread waits for the GPU and, with `hold`, keeps the lease in use until `end` is called."""
 
     def __init__(self, lease: KernelLease, *, hold: bool) -> None:
         self._lease = lease
@@ -272,7 +276,7 @@ class _GPURequest:
             try:
                 self._wait()
             except BrokerUnavailableError:
-                pass  # it ended, or hangs; or `end` has hung up
+                pass  # the broker ended or hangs, or `end` has hung up
             except FractionalGPUError as error:
                 self._refuse(str(error))
             self._line.stop()
@@ -295,7 +299,7 @@ class _GPURequest:
                             self._refuse(progress.sentence)
                         elif not self._hold:
                             self._over.set()
-                    if self._over.is_set():  # `end` may have come before the stream
+                    if self._over.is_set():  # `end` may have been called before the stream existed
                         return
 
     def _refuse(self, sentence: str) -> None:
@@ -345,9 +349,10 @@ class Supervisor:
             threading.Thread(target=target, name=f"gpu-{target.__name__.strip('_')}", daemon=True).start()
 
     def wake(self, *, ending: bool = False) -> None:
-        """Resume a suspended command so that it can handle a signal. Returns at once; any thread may call it.
+        """Resume a suspended command so that it can handle a signal. Returns at once, and any thread may call it.
 
-        `ending` means that the signal asks the command to end. A server then stays resident, because nothing would resume it to clean up.
+        `ending` means that the signal asks the command to end. A server then stays resident, because nothing else would resume it to clean
+        up.
         """
         if ending and self._ports is not None:
             self._is_ending = True
@@ -378,7 +383,7 @@ class Supervisor:
                         else:
                             self._note(news.state, worked=news.worked)
             except _PASSING:
-                pass  # another broker may start, because of this command's next sign or anything else
+                pass  # another broker may start, for the next sign of this command or for another reason
             except FractionalGPUError as error:
                 if not self._over.is_set():
                     say(f"the command continues without a GPU lease: {error}")

@@ -1,4 +1,4 @@
-"""The machine of `jupyter gpu simulate`: one or more hosts, a meter of their use, and the devices that go away."""
+"""The machine of `jupyter gpu simulate`: one or more hosts, a meter of their use, and devices that go away."""
 
 import re
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ _FORM = (
 
 
 class MachineOptions:
-    """`shapes` has the MiB of each host's GPUs; with `--find-devices`, of one host only. Raises UsageError, ConfigError."""
+    """The options for the machine. `shapes` has the MiB of each GPU of each host, but only one host with `--find-devices`.
+
+    Raises UsageError or ConfigError.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -88,7 +91,7 @@ class MachineOptions:
 
 
 def _hosts(text: str) -> list[tuple[int, ...]]:
-    """Return each host's GPUs, in MiB, from `4x(8x80GiB),2x(4x40GiB)`; only one host from `?x(8x80GiB)`."""
+    """Return the GPUs of each host in MiB from a text such as `4x(8x80GiB),2x(4x40GiB)`. For `?x(8x80GiB)`, return only one host."""
     shapes: list[tuple[int, ...]] = []
     parts, at = text.strip(), 0
     while at < len(parts):

@@ -1,6 +1,6 @@
-"""The scenario of `jupyter gpu simulate`: a TOML file, `--set KEY=VALUE`, and flags for the most common keys.
+"""The scenario of `jupyter gpu simulate`, from a TOML file, from `--set KEY=VALUE`, and from flags for the most common keys.
 
-`Scenario` declares each key once, with its type, default and help. The three sources are merged and checked together; flags override
+`Scenario` declares each key once, with its type, default and help. The three sources are merged and checked together. Flags override
 `--set`, which overrides the file.
 """
 
@@ -25,7 +25,7 @@ _LONGEST_LUNCH_MS: Final = 4 * 3_600_000
 
 
 class Duration(int):
-    """Milliseconds, written like `30s`."""
+    """A duration in milliseconds, written like `30s`."""
 
     parse: Callable[[str], int] = staticmethod(parse_duration_ms)
     text: str
@@ -38,7 +38,7 @@ class Duration(int):
 
 
 class Size(Duration):
-    """MiB, written like `20GiB`."""
+    """A size in MiB, written like `20GiB`."""
 
     parse = staticmethod(parse_memory_mib)
 
@@ -55,7 +55,7 @@ Percent = Annotated[int, Meta(ge=0, le=100)]
 
 
 class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    # whose sessions: exactly one of users, sessions with cells, and from_ledger
+    # where sessions come from: exactly one of users, sessions with cells, and from_ledger
     users: Annotated[Count | None, _help("synthetic build-phase users")] = None
     days: Annotated[Count, _help("number of days they work")] = 1
     seed: Annotated[int, _help("seed of the synthetic sessions")] = 1
@@ -66,7 +66,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     groups: Annotated[str | None, _help("NAME:SIZE or NAME:SIZE@POOL, separated by commas")] = None
     write_trace: Annotated[tuple[str, str] | None, _help("write sessions and cells to these two files")] = None
 
-    # what synthetic users do; the defaults are the published trace's
+    # what synthetic users do; by default, as in the published trace
     habit: Annotated[Habit, _help("how they work: " + ", ".join(Habit))] = Habit.PUBLISHED
     pace: Annotated[Pace, _help("median GPU cell: 11 min (long), or 2 min and more cells (short)")] = Pace.LONG
     memory_of: Annotated[Memory, _help("a session holds a session's peak memory, or one cell's")] = Memory.SESSION
@@ -156,7 +156,7 @@ _MADE_UP: Final = (
 _GOALS: Final = ("p95_wait", "p99_wait", "p95_late")
 _OF_METER: Final = ("power", "power_noise")
 
-# Keys that need another key.
+# Keys that require another key.
 _NEEDS: Final = (
     *((goal, ("find_devices",)) for goal in _GOALS),
     *((name, ("meter", "usage")) for name in _OF_METER),
@@ -166,7 +166,7 @@ _NEEDS: Final = (
     ("weekend_users", ("weekends",)),
 )
 _ONE_RUN = "it applies to one run, but a search makes several; search first"
-# Keys that exclude each other, and why.
+# Keys that exclude each other, and the reason.
 _EXCLUDES: Final = (
     ("devices", "hosts", "`devices` describes one host, and `hosts` several"),
     *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage")),

@@ -1,4 +1,4 @@
-"""The tables of `jupyter gpu simulate` in addition to a run's figures: leases' use, possible losses, and what a ledger recorded."""
+"""Further tables of `jupyter gpu simulate`: what leases used, what could be lost, and what a ledger recorded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,9 @@ def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) ->
 
 
 def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
-    """Return recorded and simulated waits, in s, and the percentage of cells that waited in each.
+    """Return the recorded and the simulated waits in seconds, and the percentage of cells that waited in each.
 
-    `mean_error_s` is the mean distance between the two distributions' quantiles (the Wasserstein distance).
+    `mean_error_s` is the mean distance between the quantiles of the two distributions (the Wasserstein distance).
     """
     steps = range(1, 100)
     apart = [abs(recorded.percentile_ms(one) - simulated.percentile_ms(one)) for one in steps]

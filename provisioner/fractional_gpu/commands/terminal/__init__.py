@@ -1,1 +1,1 @@
-"""Shared by the commands: arguments, the connection to the broker, progress, and text for terminals."""
+"""What all commands share: arguments, the connection to the broker, progress, and text for terminals."""

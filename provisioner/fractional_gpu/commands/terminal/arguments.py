@@ -1,4 +1,4 @@
-"""Adds, completes and checks commands' arguments. Lightweight, because every command imports it."""
+"""Adds, completes and checks the arguments of commands. Every command imports this module, so it must be light."""
 
 import argparse
 import importlib.util
@@ -22,7 +22,7 @@ FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser. Texts are shown as written, and options cannot be abbreviated."""
+    """A command's parser. It shows texts as they were written, and does not allow abbreviated options."""
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print the help, and raise the OSError that argparse hides since Python 3.12."""
+        """Print the help. Raises the OSError that argparse has hidden since Python 3.12."""
         (sys.stdout if file is None else file).write(self.format_help())
         sys.stdout.flush()
 

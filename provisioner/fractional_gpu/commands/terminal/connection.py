@@ -1,4 +1,4 @@
-"""Connects commands to a running broker, or restarts one that crashed. No command here starts a first broker."""
+"""Connects commands to a running broker, or restarts a broker that crashed. No command here starts a first broker."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 NO_KERNELS = "so no kernels are on a GPU; the first kernel that wants one starts a broker"
-LONGEST_SOCKET = 100  # bytes of its path; UNIX sockets take a little more
+LONGEST_SOCKET = 100  # bytes of its path; UNIX sockets allow a little more
 RUN_ONE = "start one with `jupyter gpu broker`, or name another broker's socket with --socket"
 
 
@@ -27,7 +27,8 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
     except BrokerUnavailableError as error:
         if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
             raise
-        # A broker that ends without leases removes its restart file. A left-over file, claim or kernel means that a broker is needed.
+        # A broker that ends without leases removes its restart file. So a file, a claim or a kernel that is left means that a broker is
+        # needed.
         needed = has_restart_file(path) or claim_holder(path) is not None or kernels_of(path)
         return started_broker(path, client.token) if needed else None
     return client
@@ -39,7 +40,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return the pids of kernels leased by this socket's broker: this user's, or all users' for root."""
+    """Return the pids of kernels with leases from this socket's broker: those of this user, or of all users for root."""
     from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed only if no broker answers
 
     try:
@@ -58,7 +59,10 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 
 @contextmanager
 def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | None = None) -> Iterator[Progress]:
-    """Show the text on standard error, or `out`, if the body takes over two seconds; with a client, also say if its broker falls silent."""
+    """Show the text on standard error, or on `out`, if the body takes more than two seconds.
+
+    With a client, also tell the user if its broker falls silent.
+    """
     with Progress(text, blocks=True, out=out) as progress:
         watch = watch_silence(client, progress.say) if client is not None else None
         try:
@@ -69,7 +73,7 @@ def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | Non
 
 
 def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWatch:
-    """Start a watch that reports when the broker stops answering and when it answers again. The caller stops it."""
+    """Start a watch that reports when the broker stops answering and when it answers again. The caller stops the watch."""
     silent = False
 
     def tell(error: BrokerUnavailableError | None) -> None:

@@ -1,4 +1,7 @@
-"""Shows a long command's progress on standard error: after two seconds, a bar on a terminal and sparse lines elsewhere."""
+"""Shows the progress of a long command on standard error.
+
+After two seconds, a terminal gets a bar, and any other output gets a few lines.
+"""
 
 import os
 import sys
@@ -25,11 +28,12 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 class Progress(AbstractContextManager["Progress"]):
     """Shows what a command does and how far it has got, from its third second until the `with` block ends.
 
-    A terminal gets a bar, erased at the end. Elsewhere a counter's calls write lines such as `WHAT: 3 of 8 THINGS after 5 s`, at most one
-    every two seconds and without a thread.
+    A terminal gets a bar, which is erased at the end. Elsewhere, calls of the counter write lines such as `WHAT: 3 of 8 THINGS after 5 s`,
+    at most one every two seconds and without a thread.
 
-    With `blocks`, the command cannot count continuously, so a thread draws. Off a terminal, the thread writes each new text of `what` once,
-    unless `silent`. `within_s` is the command's longest time, which the bar shows instead of a count.
+    With `blocks`, the command cannot count continuously, so a thread draws the bar. If the output is not a terminal, this thread writes
+    each new text of `what` once, unless `silent`. `within_s` is the longest time that the command may take, and the bar shows it instead of
+    a count.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class Progress(AbstractContextManager["Progress"]):
         from rich.live import Live  # noqa: PLC0415 - as above
 
         class VisibleCursor(Console):
-            """Keeps the cursor visible, because a killed command could not restore it."""
+            """Keeps the cursor visible, because a command that was killed could not restore it."""
 
             def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002 - rich's signature
                 return False
@@ -167,7 +171,7 @@ def is_drawable(out: TextIO) -> bool:
 
 
 class WaitLine:
-    """Says why a program waits for the GPU, its place and the expected time: after two seconds and on changes.
+    """Says why a program waits for the GPU, its place and the expected time, after two seconds and then on changes.
 
     A separate thread calls `say`, because the broker sends nothing while nothing changes.
     """

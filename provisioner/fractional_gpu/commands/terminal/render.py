@@ -1,4 +1,4 @@
-"""The broker's status, leases and devices as text. Pure functions, without a terminal or clock."""
+"""Formats the broker's status, leases and devices as text. These are pure functions that need no terminal and no clock."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def short_id(lease_id: str) -> str:
 
 
 def short_path(label: str, most: int) -> str:
-    """Shorten a path to `most` characters, but keep its last part: `~/.../name.ipynb`. Other labels are unchanged."""
+    """Shorten a path to `most` characters, but keep its last part, as in `~/.../name.ipynb`. Other labels are returned unchanged."""
     if len(label) <= most or not (label.startswith("/") or label.endswith(".ipynb")) or "/" not in label:
         return label
     start = "~/..." if label.startswith(os.path.expanduser("~/")) else "..."  # noqa: PTH111 - without HOME, too
@@ -61,13 +61,13 @@ def expected_wait(lease: LeaseStatus) -> str:
 
 
 BAR_CELLS = 24
-_WHOLE = 1000  # a device, thousandths
+_WHOLE = 1000  # a device, in thousandths
 _USED, _RESERVED, _OTHERS = ("#", Style.USED), ("=", Style.RESERVED), ("x", Style.OTHERS)  # of a bar
 _LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "  other programs    .  free")
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
-    """Return the device's memory as a row of `cells` characters. Each part gets at least one while cells remain."""
+    """Return the device's memory as a row of `cells` characters. Each part gets at least one character while there are any left."""
     used_by_leases = max(0, device.used_mib - device.stranger_mib)
     parts = (
         (_OTHERS, device.stranger_mib),
@@ -144,7 +144,7 @@ def _left_line(lease: LeaseStatus) -> str:
 
 
 def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "list[Text]":
-    """Return a table, then why each waiting lease waits. Paths too long for `width` are shortened."""
+    """Return a table of the leases, and then why each waiting lease waits. Paths that are too long for `width` are shortened."""
     header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED")
     lines = table(header, [_lease_row(lease) for lease in leases])
     if width is not None and (over := max(one.cell_len for one in lines) - width) > 0:

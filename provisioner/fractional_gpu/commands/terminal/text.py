@@ -1,8 +1,8 @@
-"""Text for terminals: errors, lines and tables laid out by rich, in colour if supported.
+"""Text for terminals: errors, lines and tables that rich lays out, in colour if supported.
 
-Labels and names of users, pools and processes are untrusted: they are not parsed as markup, and `harmless` keeps them from controlling a
-terminal. A width of None means that a program reads the text: nothing is wrapped or cut. Colours only repeat what the words say. Rich is
-imported when a line is made, not with this module, because help, completion and `jupyter gpu run` do not need it.
+Labels and the names of users, pools and processes are untrusted. They are not parsed as markup, and `harmless` keeps them from controlling
+a terminal. A width of None means that a program reads the text, so nothing is wrapped or cut. Colours only repeat what the words say. Rich
+is imported when a line is made and not with this module, because help, completion and `jupyter gpu run` do not need it.
 """
 
 import argparse
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 class CommandError(Exception):
-    """The command failed; the message says why and what to do. Exit code 1."""
+    """The command failed. The message says why and what to do. The exit code is 1."""
 
     exit_code = 1
 
 
 class UsageError(CommandError):
-    """The arguments contradict each other, or a value is not allowed. Exit code 2."""
+    """The arguments contradict each other, or a value is not allowed. The exit code is 2."""
 
     exit_code = 2
 
@@ -43,20 +43,20 @@ def parse_argument(parse: Callable[[str], T], text: str, option: str = "") -> T:
 
 
 Piece: TypeAlias = "str | tuple[str, str] | Text"
-"""Text, text and its style, or a line."""
+"""Plain text, text with its style, or a line."""
 
-_ENDLESS: Final = 1 << 20  # characters: lines are not wrapped
+_ENDLESS: Final = 1 << 20  # characters per line, so that lines are not wrapped
 _GAP: Final = 2  # characters between columns
 _HANGING: Final = 2  # extra indent of the later parts of a wrapped line
-_NARROWEST: Final = 8  # least characters in a part of a wrapped line
-_JOINERS: Final = "\u200c\u200d"  # between letters of Persian and Indian names, and in emoji: they move no cursor
+_NARROWEST: Final = 8  # fewest characters in a part of a wrapped line
+_JOINERS: Final = "\u200c\u200d"  # between letters of Persian and Indian names, and in emoji; they move no cursor
 
 
 class Style(StrEnum):
     HEADING = "bold"
     GOOD = "green"
-    ATTENTION = "yellow"  # it waits, will go away, or is missing something
-    WRONG = "bold red"  # lost, over-committed, an error
+    ATTENTION = "yellow"  # waits, will go away, or lacks something
+    WRONG = "bold red"  # lost, over-committed, or an error
     USED = "green"
     RESERVED = "blue"
     OTHERS = "magenta"  # memory of programs that are not ours
@@ -92,10 +92,10 @@ def table(
     least: Sequence[int] = (),
     whole: int = 0,
 ) -> "list[Text]":
-    """Return a table's lines, with columns two spaces apart; an empty `header` is left out.
+    """Return the lines of a table, with two spaces between columns. An empty `header` is left out.
 
-    Columns from index `figures_from` on are right-aligned. `least` has the minimum widths of the first columns. To fit a `width`, cells of
-    the widest columns are broken into several lines, except in the first `whole` columns.
+    Columns from the index `figures_from` on are right-aligned. `least` has the minimum widths of the first columns. To fit a `width`, the
+    cells of the widest columns are broken into several lines, except in the first `whole` columns.
     """
     from rich.console import Console  # noqa: PLC0415 - as said above
     from rich.table import Table  # noqa: PLC0415 - as said above
@@ -114,7 +114,7 @@ def table(
     for row in rows:
         drawn.add_row(*(line(cell) for cell in row))
     room = _ENDLESS if width is None else max(width - len(indent), columns)
-    # Only for layout: its size is not a terminal's, and nothing is written to it.
+    # This console is only for layout. Its size is not that of a terminal, and nothing is written to it.
     console = Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)
     lines = console.render_lines(drawn, console.options.update(width=room), pad=False)
     found: list[Text] = []
@@ -169,7 +169,7 @@ def terminal_width(out: TextIO) -> int | None:
 def shown(lines: "Iterable[Text]", out: TextIO) -> str:
     from rich.console import Console  # noqa: PLC0415 - heavy, and only for commands that lay out lines
 
-    # Lines are not wrapped; without a width, rich prints nothing if COLUMNS is 0.
+    # Lines are not wrapped. Without a width, rich prints nothing if COLUMNS is 0.
     console = Console(file=out, force_jupyter=False, width=80)
     if console.color_system is None:
         return plain(lines)
