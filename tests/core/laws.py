@@ -328,7 +328,8 @@ class Laws:
     def _room(self, beneficiary: Seen, device: str) -> int:
         """The room a ticket would have on a device if every lease left that may leave for it."""
         ticket = self._arbiter.ticket(beneficiary.lease_id)
-        owed = ticket is not None and ticket.passed_over >= self._world.pool(beneficiary).max_passed_over
+        # If it is served later in this event, its ticket is gone, and may have been passed over too often or waited too long.
+        owed = ticket is None or ticket.passed_over >= self._world.pool(beneficiary).max_passed_over
         stays = sum(
             seen.held
             for seen in self._world.on(device)
