@@ -1,20 +1,21 @@
-"""How many hub seats fit on a device, according to a forecast of waits instead of a sum of caps.
+"""Computes how many hub seats fit on a device, from a forecast of waits instead of a sum of caps.
 
-A seat is active for `duty_milli` thousandths of its server's life, independently of other seats, and then needs `mib` of its device. The
-total need at a random time has a weighted Poisson-binomial distribution. It is computed exactly, by convolution over thousandths of the
-device's memory (Hong, CSDA 59, 2013; Kaufman 1981 and Roberts 1981 for calls that share trunks). Needs are rounded up, and the last bin
-holds all needs beyond the device.
+The model assumes that a seat is active for `duty_milli` thousandths of its server's life, independently of other seats, and needs `mib` of
+its device while it is active. The total need at a random time then has a weighted Poisson-binomial distribution. It is computed exactly, by
+convolution over thousandths of the device's memory (Hong, CSDA 59, 2013; Kaufman 1981 and Roberts 1981 for calls that share trunks). Needs
+are rounded up, and the last bin holds all needs beyond the device.
 
 A cell of seat i finds no room with probability P(S > C | i active), where S is the total need and C the device's memory. The average over
-cells is E[N; S > C] / E[N], where N is the number of active seats, so the convolution carries P(S = s) and E[N; S = s]. Such a cell waits
-for another one to end. The median cell that uses a GPU lasts two minutes (48 hours of a notebook platform's trace). The model is
-memoryless: half of the cells end in each further two minutes.
+cells is E[N; S > C] / E[N], where N is the number of active seats. So the convolution carries P(S = s) and E[N; S = s]. A cell without room
+waits for another cell to end. The median cell that uses a GPU lasts two minutes (48 hours of a notebook platform's trace). The model has no
+memory: half of the remaining cells end in each further two minutes.
 
-Devices between which a suspended kernel can move are forecast as one of their total size, because a cell waits only if none has room. A
-share that does not divide a device counts as the next larger one that does (3/4 as a whole), because the remainders of several devices
-cannot be combined. Independence fails first, in a lesson in which everyone runs the same cell: give that pool a smaller bound.
+Devices between which a suspended kernel can move are forecast as one device of their total size, because a cell waits only if none of them
+has room. A share that does not divide a device counts as the next larger share that does (3/4 as a whole device), because the remainders of
+several devices cannot be combined. The assumption of independence fails first in a lesson in which everyone runs the same cell. Give such a
+pool a smaller bound.
 
-Integers only: MiB, milliseconds, millionths. The forecast does not depend on the order of the seats.
+All values are integers: MiB, milliseconds and millionths. The forecast does not depend on the order of the seats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from functools import lru_cache
 
 CELL_MEDIAN_MS = 120_000
 _BINS = 1000  # thousandths of the device
-_BINS_OF_LIKE_DEVICES = (420, 360, 240, 120, 60, 24, 12)  # for each of several; common shares are whole numbers of bins
+_BINS_OF_LIKE_DEVICES = (420, 360, 240, 120, 60, 24, 12)  # for each device; common shares are whole numbers of bins
 _MOST_BINS = 1080
 _WHOLE = 10**12  # probability 1 in computations
 _PRIOR_LIVE_MS = 8 * 3_600_000  # weight of the prior: a working day with a server
@@ -32,7 +33,7 @@ _PRIOR_BUSY_MS = 30 * 60_000  # weight of the prior for memory, in busy time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A user's use of a GPU: the share of the server's time that it is busy, and the device memory in use then."""
+    """How a user uses a GPU: the part of the server's time in which it is busy, and the device memory that it then uses."""
 
     duty_milli: int
     active_mib: int
@@ -44,7 +45,7 @@ PRIOR_USAGE = Usage(duty_milli=257, active_mib=4400)
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class SeatLoad:
-    """A seat on a device: active for `duty_milli` thousandths of the time, when it needs `mib`."""
+    """A seat on a device. It is active for `duty_milli` thousandths of the time, and needs `mib` of memory while it is active."""
 
     mib: int
     duty_milli: int
@@ -52,7 +53,10 @@ class SeatLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatDevice:
-    """A device and its seats. Suspended kernels may resume on any device of the same `kind`; if empty, only on this device."""
+    """A device and its seats.
+
+    Suspended kernels may resume on any device of the same `kind`. If `kind` is empty, they may only resume on this device.
+    """
 
     device_id: str
     capacity_mib: int
@@ -62,7 +66,7 @@ class SeatDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Devices that are forecast together, and their seats, whose memory is rounded up (`_counted`)."""
+    """Devices that are forecast together, with their seats. The memory of the seats is rounded up (`_counted`)."""
 
     places: tuple[SeatDevice, ...]
     capacity_mib: int
@@ -81,20 +85,20 @@ class _Group:
         )
 
     def takes(self, load: SeatLoad) -> bool:
-        """Whether the seat fits on one of the devices when empty."""
+        """Return whether the seat fits on one of the devices if that is empty."""
         return any(load.mib <= one.capacity_mib for one in self.places)
 
     def wait_chance(self, load: SeatLoad) -> int:
-        """Return the chance that a cell finds no room with one more seat, millionths."""
+        """Return the chance that a cell finds no room if one more seat is added, in millionths."""
         return _wait_chance(self.loads, _counted(load, self.places), self.capacity_mib, self.bins)
 
     def emptiest(self, load: SeatLoad) -> SeatDevice:
-        """Return the device with the least average need, among those large enough."""
+        """Return the device with the least average need among those that are large enough."""
         return min((one for one in self.places if load.mib <= one.capacity_mib), key=_filled_milli)
 
 
 def _bins_of(devices: int) -> int:
-    """Return the total number of bins: the same for each device, so that a load that fills a device fills its bins."""
+    """Return the total number of bins. Each device has the same number, so that a load that fills a device fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -102,7 +106,7 @@ def _bins_of(devices: int) -> int:
 
 
 def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
-    """Round the load up, among several like devices, to a share that divides a device."""
+    """Return the load. If there are several like devices, it is rounded up to a share that divides a device."""
     device_mib = min(place.capacity_mib for place in places)
     if len(places) == 1 or not 0 < load.mib <= device_mib:
         return load
@@ -110,7 +114,7 @@ def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
 
 
 def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
-    """Group devices that are forecast together, in the order of their first devices."""
+    """Return the groups of devices that are forecast together, in the order of their first devices."""
     found: dict[tuple[str, str], list[SeatDevice]] = {}
     for place in places:
         found.setdefault((place.kind, "" if place.kind else place.device_id), []).append(place)
@@ -118,7 +122,7 @@ def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
 
 
 def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
-    """Estimate a user's usage from the kernels' lifetime, their busy time, and the integral of memory over busy time (MiB times ms)."""
+    """Estimate a user's usage from the lifetime of the kernels, their busy time, and their memory integrated over it (MiB times ms)."""
     busy_ms = min(busy_ms, live_ms)
     duty = (busy_ms * 1000 + prior.duty_milli * _PRIOR_LIVE_MS) // (live_ms + _PRIOR_LIVE_MS)
     mib = (busy_mib_ms + prior.active_mib * _PRIOR_BUSY_MS) // (busy_ms + _PRIOR_BUSY_MS)
@@ -126,7 +130,10 @@ def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usag
 
 
 def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int, bins: int) -> int:
-    """Return the chance with one more seat. `loads` must be sorted, because rounding depends slightly on their order."""
+    """Return the chance that a cell finds no room if the seat `more` is added, in millionths.
+
+    `loads` must be sorted, because rounding depends slightly on their order.
+    """
     expected = sum(load.duty_milli for load in loads) + more.duty_milli
     if not expected:
         return 0
@@ -145,7 +152,7 @@ def _millionths(active: list[int], expected_milli: int) -> int:
 
 @lru_cache(maxsize=64)
 def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> tuple[list[int], list[int]]:
-    """Return P(S = s) and E[N; S = s] by need s; the last bin is S > C. Cached: callers must not change the lists."""
+    """Return P(S = s) and E[N; S = s] by need s. The last bin is for S > C. The lists are cached, so callers must not change them."""
     chance, active = [0] * (bins + 2), [0] * (bins + 2)
     chance[0] = _WHOLE
     for load in loads:
@@ -154,7 +161,7 @@ def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> 
 
 
 def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
-    """Add a seat to the distribution in place, from the largest need down, so that none is counted twice."""
+    """Add a seat to the distribution in place. This works from the largest need down, so that no need is counted twice."""
     last = len(chance) - 1
     shift, duty = -(-load.mib * (last - 1) // capacity_mib), load.duty_milli
     for need in range(last, -1, -1):
@@ -171,7 +178,7 @@ def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib
 
 
 def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
-    """Return the thousandths of waiting cells that still wait after `target_ms`."""
+    """Return how many of the waiting cells still wait after `target_ms`, in thousandths."""
     halvings, rest = divmod(target_ms, median_ms)
     if halvings >= 10:
         return 0
@@ -186,10 +193,10 @@ def _late_chance(wait_millionths: int, target_ms: int) -> int:
 def choose_device(
     load: SeatLoad, places: Sequence[SeatDevice], *, target_ms: int, bound_milli: int
 ) -> tuple[str | None, int]:
-    """Return the device for one more seat, and the chance that a cell on it waits longer than the target, millionths.
+    """Return the device for one more seat, and the chance in millionths that a cell on it waits longer than the target.
 
-    Chooses the fullest device that stays within the bound, to keep others empty for larger seats. Ties go to the first device. Among like
-    devices, which share one chance, chooses the emptiest. If no device stays within the bound, returns None and the smallest chance.
+    The fullest device that stays within the bound is chosen, to keep others empty for larger seats. Ties go to the first device. Like
+    devices share one chance, and the emptiest of them is chosen. If no device stays within the bound, return None and the smallest chance.
     """
     forecasts = [
         (_late_chance(each.wait_chance(load), target_ms), each) for each in _groups(places) if each.takes(load)
@@ -204,7 +211,7 @@ def choose_device(
 
 
 def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: str) -> int:
-    """Return the chance that a cell finds no room with one more seat on the device or on those like it, millionths."""
+    """Return the chance in millionths that a cell finds no room if one more seat is added to the device or to the devices like it."""
     for group in _groups(places):
         if any(place.device_id == device_id for place in group.places):
             return group.wait_chance(load)
@@ -212,7 +219,10 @@ def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: st
 
 
 def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
-    """Return the device with the smallest chance that a cell finds no room, and that chance (millionths); None: the seat fits nowhere."""
+    """Return the device with the smallest chance that a cell finds no room, and that chance in millionths.
+
+    The device is None if the seat fits nowhere.
+    """
     groups = [each for each in _groups(places) if each.takes(load)]
     chances = [(each.wait_chance(load), number) for number, each in enumerate(groups)]
     if not chances:
@@ -222,7 +232,7 @@ def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDev
 
 
 def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
-    """Return the `milli` thousandths quantile of cells' waits, ms, if `wait_millionths` of them find no room."""
+    """Return the quantile `milli`, in thousandths, of the cells' waits in ms, if `wait_millionths` of the cells find no room."""
     late = 1_000_000 - 1000 * milli
     if wait_millionths <= late:
         return 0
@@ -247,7 +257,10 @@ def more_seats(
     most: int,
     bins: int = _BINS,
 ) -> int:
-    """Return how many more seats of this load, at most `most`, fit on a device with the sorted `loads` within the bound. Cached."""
+    """Return how many more seats of this load fit within the bound on a device with the sorted `loads`, at most `most`.
+
+    The result is cached.
+    """
     if load.mib > capacity_mib or not load.duty_milli or bound_milli >= 1000:
         return most if load.mib <= capacity_mib else 0
     chance, active = (known.copy() for known in _distribution(loads, capacity_mib, bins))
@@ -261,7 +274,7 @@ def more_seats(
 
 
 def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: int, bound_milli: int, most: int) -> int:
-    """Return how many more seats of this load these devices take within the bound, at most `most` on each."""
+    """Return how many more seats of this load fit on these devices within the bound, at most `most` on each."""
     return sum(
         more_seats(
             group.loads,
@@ -278,9 +291,10 @@ def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: in
 
 
 def admissible_milli(counts: Mapping[int, int]) -> int:
-    """Return how many thousandths can be requested, divided into fractions in any way, if these `counts` fit.
+    """Return how many milli-GPU can be requested in total, however they are divided into fractions.
 
-    `counts`: how many seats of each fraction (milli-GPU) fit. With `m` admissible, `m // fraction` seats of each fraction fit.
+    `counts` has the number of seats that fit for each fraction in milli-GPU. If the result is `m`, then `m // fraction` seats of any
+    fraction fit.
     """
     if not counts:
         return 0
@@ -290,5 +304,5 @@ def admissible_milli(counts: Mapping[int, int]) -> int:
 
 
 def _filled_milli(device: SeatDevice) -> int:
-    """Return the average need, thousandths of the device."""
+    """Return the average need, in thousandths of the device."""
     return sum(load.mib * load.duty_milli for load in device.loads) // max(1, device.capacity_mib)

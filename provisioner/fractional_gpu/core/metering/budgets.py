@@ -1,7 +1,8 @@
-"""Budgets: how much a user or group may use in a window of time, how much is spent, and what is left.
+"""Budgets limit how much a user or group may use in a window of time. This module computes how much is spent and what is left.
 
-Pure. Spending is stored by the minute for the last two hours and by the hour before that, so the start of a window has this precision. A
-used-up budget ends no kernel: the pool's settings decide whether its owner's kernels wait for others, and whether new ones start.
+It does no I/O. Spending is stored by the minute for the last two hours and by the hour before that, so the start of a window has this
+precision. No kernel is ended because a budget is used up. The pool's settings say whether the owner's kernels then wait for others, and
+whether new kernels may start.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from fractional_gpu.core.metering.usage import ACCOUNTS, Party, Usage, UsageRow
 
 WARN_MILLI = 800
-"""The broker warns when this part of a budget is spent, thousandths."""
+"""The broker warns when this part of a budget is spent, in thousandths."""
 LAST_PRIORITY = -1_000_000
 """The priority of kernels that are served only while no other ticket waits. It is below any configured priority."""
 _MINUTE_S = 60
@@ -31,7 +32,7 @@ class Unit(StrEnum):
 class Consequence(StrEnum):
     """What happens when a budget is used up. No kernel is ended."""
 
-    LOWER_PRIORITY = "lower-priority"  # one below the lease's own
+    LOWER_PRIORITY = "lower-priority"  # one below the lease's own priority
     WHEN_FREE = "when-free"  # served only while no other ticket waits
     NO_SEATS = "no-new-seats"  # no new seats and no new kernels
 
@@ -41,10 +42,10 @@ class Subject(NamedTuple):
 
     kind: str  # "user" or "group"
     name: str
-    account: str = ""  # for users, one of `ACCOUNTS`; empty: a group or, in an extension, both users
+    account: str = ""  # for users, one of `ACCOUNTS`; empty for a group or, in an extension, for both users
 
     def includes(self, other: "Subject") -> bool:
-        """Whether `other` is this subject, or one of the users that it stands for."""
+        """Return whether `other` is this subject or one of the users that it stands for."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 
@@ -59,7 +60,7 @@ class WindowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A budget for each user or group of this name; "*": for all."""
+    """A budget for each user or group with this name, or for all users or groups if the name is "*"."""
 
     kind: str  # "user" or "group"
     name: str
@@ -72,7 +73,7 @@ class Budget:
     text: str = ""  # as configured, such as `40 GPU hours per month`
 
     def subject(self, party: Party) -> Subject | None:
-        """Return the subject that a lease of this party is charged to, or None."""
+        """Return the subject that a lease of this party is charged to, or None if this budget does not apply to it."""
         name = party.owner if self.kind == "user" else party.group
         counts = name and self.name in {"*", name} and (not self.pools or party.pool in self.pools)
         if not counts:
@@ -92,7 +93,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class BudgetExtension:
-    """An amount that an administrator added to a budget until `until_s` (seconds since 1970)."""
+    """An amount that an administrator added to a budget until `until_s`, in seconds since 1970."""
 
     subject: Subject
     budget: str  # its `text`
@@ -102,7 +103,7 @@ class BudgetExtension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """A subject's budget at a point in time. Amounts are in the measure of the unit, times in seconds since 1970."""
+    """The state of a subject's budget at one time. Amounts are in the measure of the unit, and times are in seconds since 1970."""
 
     budget: Budget
     subject: Subject
@@ -112,7 +113,7 @@ class BudgetState:
 
     @property
     def left(self) -> int:
-        """What is left; 0 if more was spent."""
+        """The amount that is left, or 0 if more was spent."""
         return max(0, self.amount - self.spent)
 
     @property
@@ -126,7 +127,7 @@ class BudgetState:
 
 @dataclass(slots=True)
 class Spending:
-    """Spending by budget and subject, and the budgets' extensions."""
+    """The spending for each budget and subject, and the extensions of budgets."""
 
     budgets: tuple[Budget, ...]
     extras: list[BudgetExtension] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Spending:
     _grid_s: int = 0  # offset of local hours from UTC hours
 
     def add(self, rows: Iterable[UsageRow], now_s: int | None = None) -> None:
-        """Add usage from the last minute before `now_s`; if None, hourly figures from the ledger."""
+        """Add usage from the last minute before `now_s`. If `now_s` is None, the rows are hourly figures from the ledger."""
         for row in rows:
             bucket = row.key.hour_s
             self._grid_s = bucket % _HOUR_S
@@ -150,7 +151,7 @@ class Spending:
             self._fold(now_s)
 
     def _fold(self, now_s: int) -> None:
-        """Merge old minutes into hours. Leaves the existing hours alone, as there may be thousands."""
+        """Merge old minutes into hours. This does not go through the existing hours, because there may be thousands of them."""
         before_s, grid_s = now_s - _MINUTES_FOR_S, self._grid_s
         for buckets in self._spent.values():
             for at_s in [one for one in buckets if one < before_s and (one - grid_s) % _HOUR_S]:

@@ -1,18 +1,19 @@
-"""The meter adds up usage, from what each lease holds and what each device's energy counter reads.
+"""The meter adds up usage from what each lease holds and from the readings of each device's energy counter.
 
-Pure and in integers; every call passes the time. Broker and simulator use the same meter. It keeps figures by hour, lease and device until
-the broker takes (`take`) and stores them.
+It does no I/O and uses only integers, and every call passes the time. The broker and the simulator use the same meter. It keeps figures by
+hour, lease and device until the broker takes (`take`) and stores them.
 
-**Time.** `at_ms` is a monotonic clock. `wall_ms` is the wall clock at the same time; it only decides to which hour a period belongs. If the
-wall clock is set, hours can be longer or shorter than an hour, but the sums do not change.
+**Time.** `at_ms` is a monotonic clock. `wall_ms` is the wall clock at the same time, and only determines to which hour a period belongs. If
+the wall clock is set, an hour can become longer or shorter, but the sums do not change.
 
-**Energy.** Between two readings of a device's counter, the energy above the idle draw is divided among the leases that ran cells there, by
-their work (busy time times measured utilisation, or times their share if unmeasured). The idle draw is divided among the leases that hold
-the device, by their part of its time. The pool gets the rest: idle draw while no lease held the device, and energy above it while no cell
-ran. The parts of each reading add up to it.
+**Energy.** Between two readings of a device's counter, the energy above the idle draw is divided among the leases that ran cells there, in
+proportion to their work. The work is the busy time multiplied by the measured utilisation, or by the share if the utilisation was not
+measured. The idle draw is divided among the leases that hold the device, in proportion to their part of its time. The pool is charged for
+the rest, which is the idle draw while no lease held the device and the energy above it while no cell ran. All parts add up to the energy
+that was read.
 
-Virtual machines' energy is accounted for in the same way, by utilisation and with shared idle power (Kansal et al., "Virtual Machine Power
-Metering and Provisioning", SoCC 2010); docs/costs.md compares this with two other methods.
+The energy of virtual machines is accounted for in the same way, by utilisation and with shared idle power (Kansal et al., "Virtual Machine
+Power Metering and Provisioning", SoCC 2010). docs/costs.md compares this method with two others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ _FREE = Tariff()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a lease holds from now on. Memory is in MiB, for all its devices together."""
+    """What a lease holds from now on. Memory is in MiB, summed over its devices."""
 
     party: Party
     milli: int  # its share of each of its devices
@@ -52,7 +53,7 @@ class Holding:
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease, and until when it was counted. `carry`: for each amount, the fraction of a thousandth that is not booked yet."""
+    """A lease, whose time is counted up to `since_ms`. `carry` has, for each amount, the fraction of a thousandth not booked yet."""
 
     holding: Holding
     since_ms: int
@@ -61,7 +62,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Part:
-    """A lease's (or the pool's) part of a device since its energy was last divided."""
+    """The part of a device that a lease or the pool has had since the device's energy was last divided."""
 
     party: Party
     occupied_us: int = 0  # of the device's time
@@ -71,7 +72,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Device:
-    """A device, its holders, and its use since its energy was last divided."""
+    """A device with its holders, and its use since its energy was last divided."""
 
     pool: str
     since_ms: int  # until when its time is divided
@@ -107,15 +108,15 @@ class Meter:
     def add_device(
         self, at_ms: int, device_id: str, pool: str, *, idle_mw: int | None = None, counter_mj: int | None = None
     ) -> None:
-        """Count a new device's time for the pool from now on.
+        """Count the time of a new device for the pool from now on.
 
-        `idle_mw` and `counter_mj` are the idle draw and the last reading of an earlier meter, if any. The next reading then includes the
-        time in between.
+        `idle_mw` and `counter_mj` are the idle draw and the last counter reading from an earlier meter, if there was one. The next reading
+        then includes the time since that reading.
         """
         self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
-        """Set what the lease holds from now on; None: it has ended. An unchanged holding only counts the time until now."""
+        """Set what the lease holds from now on, or None if it has ended. If nothing has changed, only the time until now is counted."""
         lease = self._leases.get(lease_id)
         if lease is None:
             if holding is None:
@@ -123,7 +124,7 @@ class Meter:
             lease = self._leases[lease_id] = _Lease(Holding(party=holding.party, milli=0), at_ms)
         self._count(lease_id, lease, at_ms, wall_ms)
         before, now = lease.holding, holding or Holding(party=lease.holding.party, milli=0)
-        if (before.devices, before.milli) != (now.devices, now.milli):  # else the devices' time is divided as before
+        if (before.devices, before.milli) != (now.devices, now.milli):  # if not, the devices' time is divided as before
             for device_id in {*before.devices, *now.devices}:
                 if device_id not in self._devices:
                     self.add_device(at_ms, device_id, now.party.pool)
@@ -139,7 +140,7 @@ class Meter:
         return lease_id in self._leases
 
     def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
-        """Count the MiB that a suspend or resume moved."""
+        """Count the memory that a suspend or resume moved, in MiB."""
         lease = self._leases.get(lease_id)
         if lease is not None and mib:
             hour_s, _ = self._local(wall_ms)
@@ -156,14 +157,15 @@ class Meter:
         quiet: bool = False,
         utilisation: Mapping[str, int] | None = None,
     ) -> int:
-        """Divide the energy that the device used since the last reading, and return it, mJ.
+        """Divide the energy that the device has used since the last reading, and return it in mJ.
 
-        `counter_mj`: its energy counter; without one, `power_mw` (its draw now) times the time is used. `quiet`: nothing ran there.
-        `utilisation`: each lease's use of the device while it ran cells, thousandths; unmeasured leases count with their share.
+        `counter_mj` is the reading of its energy counter. Without one, the energy is its present draw `power_mw` multiplied by the time.
+        Set `quiet` if nothing ran on the device. `utilisation` has each lease's use of the device while it ran cells, in thousandths. A
+        lease that was not measured counts with its share.
         """
         device = self._devices[device_id]
         if counter_mj is None and device.counter_mj is not None:
-            return 0  # not readable now: the next reading includes this time
+            return 0  # the counter cannot be read now, so the next reading includes this time
         for lease_id in device.holders:
             self._count(lease_id, self._leases[lease_id], at_ms, wall_ms)
         self._advance(device_id, at_ms, wall_ms)
@@ -177,7 +179,7 @@ class Meter:
     # -- results ----------------------------------------------------------------------------------------------------------
 
     def take(self, at_ms: int, wall_ms: int) -> list[UsageRow]:
-        """Return the figures since the last call, by hour, lease and device, and start again."""
+        """Return the figures since the last call by hour, lease and device, and start again from zero."""
         rows = sorted(self.rows(at_ms, wall_ms), key=lambda row: row.key)
         self._rows = {}
         return [row for row in rows if not row.usage.is_empty()]
@@ -276,7 +278,7 @@ class Meter:
         quiet: bool,
         utilisation: Mapping[str, int],
     ) -> None:
-        """Book the energy since the last reading to leases and the pool, and start again."""
+        """Book the energy since the last reading to leases and the pool, and start again from zero."""
         parts, device.parts = device.parts, {}
         workers = sorted(lease_id for lease_id, part in parts.items() if part.busy_ms)
         idle_mj = min(drawn_mj, (device.idle_mw or 0) * max(0, passed_ms) // 1000)
@@ -286,7 +288,7 @@ class Meter:
             known_mw = seen_mw if device.idle_mw is None else device.idle_mw
             device.idle_mw = known_mw + (seen_mw - known_mw) // _IDLE_PARTS
         work = [parts[one].busy_ms * utilisation.get(one, parts[one].milli) for one in workers]
-        if not any(work):  # busy, but measured not to use the device: only the time is known
+        if not any(work):  # the leases were busy, but their measured utilisation is 0, so only the time is known
             work = [parts[one].busy_ms for one in workers]
         mine = dict(zip(workers or [""], divided(drawn_mj - idle_mj, work or [1]), strict=True))
         holders = sorted(parts)
@@ -302,17 +304,17 @@ class Meter:
                 self._row(hour_s, one, device_id, party).energy_mj += energy_mj
 
     def idle_draws(self) -> dict[str, int]:
-        """Return the known idle draws by device, mW."""
+        """Return the known idle draws by device, in mW."""
         return {device_id: one.idle_mw for device_id, one in self._devices.items() if one.idle_mw is not None}
 
     def counters(self) -> dict[str, int]:
-        """Return the last counter readings by device, mJ."""
+        """Return the last counter readings by device, in mJ."""
         return {device_id: one.counter_mj for device_id, one in self._devices.items() if one.counter_mj is not None}
 
     # -- rows ------------------------------------------------------------------------------------------------------------
 
     def _local(self, wall_ms: int) -> tuple[int, int]:
-        """Return the start of the local hour (seconds since 1970) and the minute of the week."""
+        """Return the start of the local hour, in seconds since 1970, and the minute of the week."""
         number = wall_ms // SLICE_MS
         if number != self._slice[0]:
             self._slice = (number, *self._calendar(number))
@@ -327,7 +329,7 @@ class Meter:
 
 
 def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]]:
-    """Yield the quarter hours until `wall_ms` (now): the start of each on the wall clock, and the ms counted in it."""
+    """Yield, for each quarter hour until `wall_ms` (now), its start on the wall clock and the ms that count in it."""
     while begin_ms < at_ms:
         begin_wall_ms = wall_ms - (at_ms - begin_ms)
         passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
@@ -336,13 +338,13 @@ def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]
 
 
 def _drawn(before_mj: int | None, counter_mj: int | None, power_mw: int | None, passed_ms: int) -> int:
-    """Return the energy used since the counter read `before_mj`, mJ; without a counter, estimate it from the draw now."""
+    """Return the energy used since the counter read `before_mj`, in mJ. Without a counter, estimate it from the present draw."""
     by_power = max(0, power_mw or 0) * max(0, passed_ms) // 1000
     if counter_mj is None:
         return by_power
     if before_mj is None:
         return 0  # the first reading
     drawn = counter_mj - before_mj
-    if drawn < 0:  # the driver was reloaded: the counter restarted at 0
+    if drawn < 0:  # the driver was reloaded, so the counter restarted at 0
         drawn = counter_mj
     return drawn if drawn <= _MOST_MW * max(_QUIET_MS, passed_ms) // 1000 else by_power

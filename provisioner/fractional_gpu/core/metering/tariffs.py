@@ -1,6 +1,6 @@
-"""A pool's tariff: the price of a device hour by the time of the week, and which time of a lease is charged.
+"""A pool's tariff defines the price of a device hour by the time of the week, and which time of a lease is charged.
 
-The price at the time of use applies: changing a pool's price does not change earlier charges.
+The price at the time of use applies. A change of a pool's price does not change earlier charges.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 SLICE_MS = 900_000
-"""Prices and hours change at quarter hours, in any time zone."""
+"""The length of a slice. In every time zone, prices and hours change only at quarter hours."""
 _DAY = 24 * 60
 _WEEK = 7 * _DAY
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -31,24 +31,24 @@ class LocalTime(NamedTuple):
 
 
 Calendar = Callable[[int], LocalTime]
-"""Returns the local time of a slice, which is a number of quarter hours since 1970."""
+"""A function that returns the local time of a slice, which is given as a number of quarter hours since 1970."""
 
 
 def utc(number: int) -> LocalTime:
-    """Return the slice's time in UTC. The calendar of simulations."""
+    """Return the slice's time in UTC. Simulations use this calendar."""
     minutes = number * 15
     return LocalTime(minutes // 60 * 3600, (minutes + 3 * 24 * 60) % (7 * 24 * 60))  # 1 January 1970 was a Thursday
 
 
 @dataclass(frozen=True, slots=True)
 class PriceBand:
-    """A different price in some spans of minutes of the week, from Monday 00:00. A span can end in the next week."""
+    """A different price in some spans of the week. Spans are in minutes from Monday 00:00, and can end in the next week."""
 
     spans: tuple[tuple[int, int], ...]
     price_milli: int
 
     def covers(self, minute: int) -> bool:
-        """Whether the price applies in this minute of the week."""
+        """Return whether the price applies in this minute of the week."""
         return any(start <= minute < end or start <= minute + _WEEK < end for start, end in self.spans)
 
     @property
@@ -68,14 +68,14 @@ class PriceBand:
 
 
 def _clock(minute: int) -> str:
-    """Format a time of day. The end of the day is 24:00; later minutes are in the next day."""
+    """Format a time of day. The end of the day is 24:00, and later minutes are in the next day."""
     minute -= _DAY * (minute > _DAY)
     return f"{minute // 60:02}:{minute % 60:02}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tariff:
-    """What a pool charges. Prices are for a device hour, thousandths of the currency's unit."""
+    """What a pool charges. Prices are for a device hour, in thousandths of the currency's unit."""
 
     currency: str = ""  # empty: time is counted but not charged
     price_milli: int = 0
@@ -84,11 +84,11 @@ class Tariff:
     credit_milli: int = 0  # Basis.RESERVED: discount on suspended time, thousandths of the price
 
     def price_at(self, minute: int) -> int:
-        """Return the price in this minute of the week."""
+        """Return the price of a device hour in this minute of the week."""
         return next((band.price_milli for band in self.bands if band.covers(minute)), self.price_milli)
 
     def charged_milli(self, *, held: bool, busy: bool, suspended: bool) -> int:
-        """Return the part of the time in this state that is charged, thousandths."""
+        """Return which part of the time in this state is charged, in thousandths."""
         match self.basis:
             case Basis.RESERVED:
                 return 1000 - self.credit_milli if suspended else 1000

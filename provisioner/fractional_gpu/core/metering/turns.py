@@ -1,8 +1,8 @@
-"""Records the turns of leases on their devices: when a cell asked for its device, when it ran there, and until when.
+"""Records the turns of leases on their devices. A turn says when a cell asked for its device, and from when until when it ran there.
 
-A turn starts when the lease works on its device, after its wait and its resume. It ends with the cell, or when the lease must leave. A
-preempted cell has two turns: the second asks when the first ends, and continues it. Cells that follow each other without a pause may be one
-turn. Pure; `at_ms` never goes back.
+A turn starts when the lease begins to work on its device, after its wait and its resume. It ends with the cell, or when the lease must
+leave. A preempted cell has two turns, of which the second asks when the first ends and continues it. Cells that follow each other without a
+pause may be one turn. The module does no I/O, and `at_ms` never goes back.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from fractional_gpu.core.metering.meter import Holding
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn. `used_mib` is on each device; `use_milli` is how much of a device the lease uses, thousandths; 0: unknown."""
+    """A turn of a lease on its devices.
+
+    `used_mib` is its memory on each device. `use_milli` is how much of a device it uses, in thousandths, or 0 if that is unknown.
+    """
 
     lease_id: str
     asked_ms: int
@@ -20,11 +23,11 @@ class Turn:
     ended_ms: int
     used_mib: int
     use_milli: int
-    continues: bool = False  # the cell of an earlier turn, which had to leave
+    continues: bool = False  # it continues the cell of an earlier turn, which had to leave
 
 
 class TurnRecorder:
-    """Follows leases event by event."""
+    """Records the turns of leases, event by event."""
 
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}
@@ -35,7 +38,10 @@ class TurnRecorder:
     def saw(
         self, at_ms: int, lease_id: str, holding: Holding | None, *, asks: bool = False, busy: bool, use_milli: int = 0
     ) -> None:
-        """Record a lease after an event. `asks`: it asks for its device; `busy`: a cell runs or waits; `use_milli`: learnt."""
+        """Record the state of a lease after an event.
+
+        `asks` is true if the lease asks for its device, and `busy` if a cell runs or waits. `use_milli` is the learnt use of a device.
+        """
         if asks and lease_id not in self._begun:
             self._asked.setdefault(lease_id, at_ms)
         if holding is not None and holding.working:

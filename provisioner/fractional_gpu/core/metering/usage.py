@@ -1,13 +1,14 @@
-"""The meter's figures: what a lease used of a device (or without one) in an hour, and how to add them up.
+"""The meter's figures and how to add them up. They say how much a lease used a device, or used without a device, in an hour.
 
-All figures are integers and sums: the hourly figures add up exactly to the figures of a day, a user or a pool.
+All figures are integers and sums. The hourly figures add up exactly to the figures of a day, a user or a pool.
 
-- Times (`..._ms`) are times of the lease. With several devices they are counted once, for the first device.
+- Times (`..._ms`) are times of the lease. If it has several devices, they are counted once, for the first device.
 - Shares (`..._share`) are these times multiplied by the lease's share, in milli-GPU milliseconds. They are counted for each device.
-- `reserved`: while the lease has a process, in any state; `held`: while it has a reservation on a device (swaps included); `busy`: while it
-  holds a device and runs a cell; `suspended`: while its state is saved in host memory.
-- `occupied_us`: the device's time, divided among the leases that hold it by their shares. Without a holder, the time is the pool's. So for
-  each device, the figures of all leases and of the pool add up to the time that passed.
+- `reserved` figures count while the lease has a process, in any state. `held` figures count while it has a reservation on a device, which
+  includes swaps. `busy` figures count while it holds a device and runs a cell. `suspended` figures count while its state is saved in host
+  memory.
+- `occupied_us` is the device's time, divided by share among the leases that hold the device. While no lease holds it, its time counts for
+  the pool. So for each device, the figures of all leases and of the pool add up to the time that has passed.
 """
 
 from dataclasses import dataclass, fields
@@ -15,15 +16,15 @@ from typing import NamedTuple, Self
 
 HOUR_MS = 3_600_000
 SHARE_HOUR = 1000 * HOUR_MS
-"""A whole device for an hour, in milli-GPU milliseconds."""
+"""The use of a whole device for an hour, in milli-GPU milliseconds."""
 MJ_PER_KWH = 3_600_000_000
 """Millijoules in a kilowatt-hour."""
 ACCOUNTS = ("machine", "hub")
-"""Where an owner's name is from, indexed by `Party.seated`. A name can be in both."""
+"""The kinds of accounts that an owner's name can belong to, indexed by `Party.seated`. The same name can exist in both."""
 
 
 class UsageKey(NamedTuple):
-    """The lease, device and hour of some figures."""
+    """The lease, device and hour that figures belong to."""
 
     hour_s: int  # start of the local hour, seconds since 1970
     lease_id: str  # empty: the pool, for what no lease held
@@ -44,7 +45,7 @@ class Party:
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Figures that can be added up. Amounts (`..._milli`) are thousandths of the currency's unit."""
+    """Figures that can be added up. Amounts (`..._milli`) are in thousandths of the currency's unit."""
 
     reserved_ms: int = 0
     held_ms: int = 0
@@ -91,7 +92,10 @@ class UsageRow:
 
 
 def divided(total: int, weights: list[int]) -> list[int]:
-    """Divide an integer by weights. The parts add up to it (the running sum is rounded down), or are all 0 if all weights are 0."""
+    """Divide `total` in proportion to the weights. The parts add up to it, or are all 0 if all weights are 0.
+
+    The running sum of the parts is rounded down.
+    """
     whole = sum(weights)
     if not whole:
         return [0] * len(weights)
