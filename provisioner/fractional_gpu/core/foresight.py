@@ -1,15 +1,15 @@
-"""Resume suspended leases before a cell asks: signs of cells, early resumes, relief of host memory.
+"""Resumes suspended leases before a cell asks for them, because a cell is expected or because host memory is short.
 
-**Expectations.** Front ends and the kernel send signs that a cell is near; the lease's own rhythm is another sign. If a cell comes in time,
-all its signs count as right, otherwise as wrong. The arbiter learns this per lease and kind of sign. Signs never resume a lease that its
-user suspended; only a cell does.
+**Expectations.** Front ends and the kernel send signs that a cell is near. The lease's own rhythm is another sign. If a cell comes in time,
+all signs of it count as right, and otherwise as wrong. The arbiter learns this for each lease and kind of sign. Signs never resume a lease
+that its user suspended. Only a cell does.
 
-**Early resumes** use only what tickets leave over. One begins while no ticket waits in the pool and a swap channel is free, if it should
-take at most `foresight_swap_ms`. A lease resumed early makes room for a ticket at once. If no room is free, a pool that displaces suspends
-idle leases that are expected later, if that saves more waiting than it costs. Wasted early swaps are limited per device and hour
-(`foresight_vain_mib`), so misleading signs cost no more than that.
+**Early resumes** use only room and swap channels that no ticket needs. A resume begins early if no ticket waits in the pool, a swap channel
+is free, and the resume is predicted to take at most `foresight_swap_ms`. A lease that was resumed early makes room for a ticket at once. If
+no room is free, a pool with `Foresight.DISPLACE` suspends idle leases that are expected later, if this saves more waiting than it costs.
+Wasted early swaps are limited per device and hour (`foresight_vain_mib`), which bounds the cost of misleading signs.
 
-**Relief.** While host memory is short and no ticket waits, saved leases are resumed until it is enough.
+**Relief.** While host memory is short and no ticket waits, saved leases are resumed until there is enough host memory.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -56,21 +56,21 @@ class Expectations:
             known = lease.expectation = Expectation(until_ms=until_ms, best=sign)
         known.until_ms = max(known.until_ms, until_ms)
         known.signs[sign] = max(0, min(1000, confidence_milli))
-        # The best sign decides. None counts for more than its success rate so far.
+        # The best sign is used. No sign counts for more than its success rate so far.
         forecasts = books.forecasts
         milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
         known.best = max(milli, key=lambda one: milli[one])
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether a sign means anything now. A suspended kernel may be busy without a ticket, e.g. completing code."""
+        """Return whether a sign means anything now. A suspended kernel may be busy without a ticket, for example with a completion."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
         return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
-        """Record that a cell of the lease runs or asks to run, so early swaps for it were not wasted."""
+        """Record that a cell of the lease runs or asks to run, so that early swaps for this cell were not wasted."""
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
@@ -191,7 +191,7 @@ def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) 
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` must not be suspended for the lease. Their pools may differ if the device has changed pools."""
+    """Return whether `other` must not be suspended for the lease. The two may have different pools if the device has changed pools."""
     pool = books.policy(other)
     if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
         return True
@@ -205,7 +205,7 @@ def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return the victim's expected loss: its swap time in ms times the chance, in thousandths, that it runs first."""
+    """Return the victim's expected loss, which is its swap time in ms times the chance in thousandths that it runs before the lease."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)
@@ -236,10 +236,10 @@ def _record_early_swap(books: Books, lease: Lease, device_ids: tuple[str, ...], 
 
 
 def relieve_host_memory(changes: Changes) -> None:
-    """Resume saved leases early while host memory is short, swap channels are free and one fits on a device.
+    """Resume saved leases early while host memory is short, swap channels are free and a lease fits on a device.
 
-    Leases whose own control group is short of memory come first, then the most recently active, which are likely to run next. A lease
-    resumed early is not saved again until host memory allows it.
+    Leases whose own control group is short of memory come first. The most recently active leases, which are likely to run next, follow. A
+    lease that was resumed early is not saved again until host memory allows it.
     """
     books = changes.books
     while not books.waiting and changes.channel_free:
@@ -251,7 +251,7 @@ def relieve_host_memory(changes: Changes) -> None:
 
 
 def _begin_relief(changes: Changes, excess_mib: int) -> bool:
-    """Begin one early resume if possible. Return whether it began."""
+    """Begin one early resume if possible. Return whether one has begun."""
     books, saved = changes.books, _saved_in_order(changes.books, any_lease=excess_mib > 0)
     if not saved:
         return False

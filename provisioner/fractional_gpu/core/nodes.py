@@ -1,15 +1,15 @@
-"""How many thousandths of a device a node agent offers its engine (Slurm, Kubernetes), and when it writes that count.
+"""Computes how many thousandths of a device a node agent offers its engine (Slurm or Kubernetes), and when the agent writes this count.
 
-The engine allocates the part of the count that is not in use according to its own books. So the count is
+The engine allocates the part of the count that is not in use according to its own records. So the count is
 
-    in use by its books + admitted by the pool's forecast - allocated but without a seat yet
+    in use by the engine's records + admitted by the pool's forecast - allocated but without a seat yet
 
-The books do not contain other seats (a hub's, a local user's); those reduce what the forecast admits. If the books show less than the seats
-(Slurm forgets some when it rereads its configuration), the books still count, because the engine follows them.
+The engine's records do not contain the seats of a hub or of local users. Those reduce what the forecast admits. The records may show less
+than the seats, because Slurm forgets some when it rereads its configuration. Even then the records count, because the engine follows them.
 
-Slurm refuses a job that requests more than any node's count, and holds a waiting one forever. So the count is never below `least_milli`,
-the largest fraction on offer: one job may then start without admission, within the pool's oversubscription. Without a broker the last count
-is kept for a while, because a broker restarts within seconds; after that, only what is in use is counted.
+Slurm refuses a new job that requests more than any node's count, and never starts one that already waits. So the count is never below
+`least_milli`, the largest fraction on offer. One job may then start without admission, within the pool's oversubscription. While no broker
+answers, the last count is kept for a while, because a broker restarts within seconds. After that, the count is only what is in use.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from typing import Generic, TypeVar
 
 
 def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, least_milli: int = 0) -> int:
-    """Return the engine's count, milli-GPU, at least `least_milli`.
+    """Return the engine's count in milli-GPU, at least `least_milli`.
 
-    `seated_milli`: held by its jobs' seats; `admissible_milli`: admitted on top of all seats; `in_use_milli`: by the engine's own books.
+    `seated_milli` is held by the seats of the engine's jobs. `admissible_milli` is what the forecast admits in addition to all seats.
+    `in_use_milli` is in use according to the engine's own records.
     """
     unseated = max(0, in_use_milli - seated_milli)
     return max(least_milli, in_use_milli + max(0, admissible_milli - unseated))
@@ -28,14 +29,14 @@ def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, lea
 def count_without_broker(
     last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
 ) -> int:
-    """Return the count while no broker answers: the last one, or after `patience_ms` what is in use; at least `least_milli`."""
+    """Return the count while no broker answers, at least `least_milli`. It is the last count, or after `patience_ms` what is in use."""
     if last is None or silent_ms >= patience_ms:
         return max(least_milli, in_use_milli, 0)
     return max(least_milli, last, in_use_milli, 0)
 
 
 def rounded_wait_ms(wait_ms: int) -> int:
-    """Round a wait up to 1, 2 or 5 times a power of ten, from 100 ms, to hide small changes."""
+    """Round a wait up to 1, 2 or 5 times a power of ten, and at least 100 ms, to hide small changes."""
     if wait_ms <= 0:
         return 0
     step = 100
@@ -69,7 +70,10 @@ class PacingRules:
 
 
 def spread(number: int, bound: int) -> int:
-    """Hash a number into 0..bound so that neighbouring numbers scatter (splitmix64; core must not use `random`)."""
+    """Hash a number into 0..bound, with very different results for neighbouring numbers.
+
+    This is splitmix64, because this package must not use `random`.
+    """
     mixed = (number * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -77,21 +81,21 @@ def spread(number: int, bound: int) -> int:
 
 
 class Pacing(Generic[State]):
-    """Decides when a node agent writes its state, because hundreds of agents share one controller.
+    """Decides when a node agent writes its state. It limits the pace, because hundreds of agents share one controller.
 
-    An agent writes only a state that differs from the engine's, at least `floor_ms` after its last attempt. A random delay of up to
-    `jitter_ms` keeps agents that saw the same event from writing together. Further changes do not postpone the write, which takes the
-    latest state. Failed writes are retried after pauses that double up to `longest_retry_ms`, with jitter.
+    An agent writes its state only if it differs from the engine's state, and at least `floor_ms` after its last attempt. A random delay of
+    up to `jitter_ms` keeps agents that saw the same event from writing at the same time. Further changes do not postpone the write, which
+    uses the latest state. Failed writes are retried after pauses with jitter, which double up to `longest_retry_ms`.
 
-    While writes succeed, a lasting state is written within `floor_ms + jitter_ms` of its first appearance. Times are milliseconds of any
-    monotonic clock. Different seeds spread the agents' writes.
+    While writes succeed, a state that lasts is written within `floor_ms + jitter_ms` of its first appearance. Times are in ms of any
+    monotonic clock. Agents need different seeds, so that their writes are spread.
     """
 
     def __init__(self, rules: PacingRules, seed: int) -> None:
         self._rules = rules
         self._random = seed & _MASK
         self._wanted: State | None = None
-        self._known: State | None = None  # the engine's state; None: unknown
+        self._known: State | None = None  # the engine's state, or None if it is unknown
         self._due_ms: int | None = None
         self._attempt_ms: int | None = None  # the last attempt
         self._failures = 0
@@ -102,7 +106,7 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def saw(self, now_ms: int, state: State | None) -> None:
-        """Record the engine's state (None: unknown). Another agent, an administrator or a restart may have changed it."""
+        """Record the engine's state, or None if it is unknown. Another agent, an administrator or a restart may have changed it."""
         self._known = state
         self._plan(now_ms)
 
@@ -113,7 +117,7 @@ class Pacing(Generic[State]):
         return self._wanted
 
     def next_ms(self) -> int | None:
-        """Return when the next write is due, or None."""
+        """Return when the next write is due, or None if none is."""
         return self._due_ms
 
     def written(self, now_ms: int, state: State) -> None:

@@ -1,11 +1,13 @@
-"""Resize existing leases, and enforce the memory caps of processes.
+"""Resizes existing leases, and enforces memory caps.
 
-- **A requested size** applies at once if it is smaller and the lease's use fits, or while the lease is not on a device. Otherwise the claim
-  waits in the queue like any ticket, and survives the lease's own suspend. Idle neighbours are suspended for it, or the lease, if idle and
-  movable, moves to a device with room. A newer request replaces it.
-- **Reservations that follow use** stay ahead of it by the pool's headroom plus the growth between the last two measurements, which counts
-  up to another headroom. So a kernel that grows steadily stays within its reservation even if a measurement is missed.
-- **Memory caps.** Frameworks limit themselves; `MemoryCaps` catches allocations that bypass those limits. After `GRACE_MS` it notifies the
+- **Requested sizes.** A requested size applies at once if it is smaller and the lease's use fits, or if the lease is not on a device.
+  Otherwise the lease claims it with a ticket, which waits in the queue like any other and remains if the lease is suspended. Idle
+  neighbours are suspended for the claim, or the lease moves to a device with room, if it is idle and movable. A newer request replaces the
+  claim.
+- **Reservations that follow use.** Such a reservation exceeds the use by the pool's headroom, plus the growth between the last two
+  measurements, which counts up to another headroom. So a kernel that grows steadily stays within its reservation even if a measurement is
+  missed.
+- **Memory caps.** Frameworks limit themselves. `MemoryCaps` catches allocations that bypass these limits. After `GRACE_MS` it notifies the
   kernel, once per excess, and applies the pool's policy (`Breach`), regardless of minimum residency.
 """
 
@@ -24,14 +26,17 @@ _UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.Q
 
 
 class Resizer:
-    """Changes sizes. A lease waiting to grow has a ticket with `resize_to`, which is its own spec if it follows its use."""
+    """Changes the sizes of leases.
+
+    A lease that waits to grow has a ticket with `resize_to`. This is the lease's own spec if its reservation follows its use.
+    """
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
 
     def requested(self, lease: Lease, event: ResizeRequested) -> None:
-        """Apply, queue or decline a requested size."""
+        """Apply or decline a requested size, or queue the request."""
         spec = replace(
             lease.spec,
             fraction_milli=event.fraction_milli,
@@ -71,7 +76,8 @@ class Resizer:
     def measured(self, lease: Lease) -> None:
         """Adjust a reservation that follows use to the new measurement.
 
-        It grows once half the headroom is used up, or would be by the next measurement. It shrinks only if that frees at least a headroom.
+        The reservation grows once half of the headroom is used up, or would be by the next measurement. It shrinks only if this frees at
+        least as much as the headroom.
         """
         if self._books.reserves_cap(lease):
             return
@@ -96,7 +102,7 @@ class Resizer:
             self._claim(lease, lease.spec)
 
     def pool_configured(self, pool: str) -> None:
-        """Apply a changed pool policy: recompute claims, and claim what is missing for leases that hold less than it requires."""
+        """Apply a changed pool policy. Recompute claims, and claim missing memory for leases that hold less than the policy requires."""
         for lease in self._books.in_state(LeaseState.RESIDENT, LeaseState.UNATTACHED):
             if lease.spec.pool != pool:
                 continue
@@ -105,7 +111,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
-        """Claim what is missing for a lease that holds less than its pool's policy requires."""
+        """Claim the missing memory for a lease that holds less than its pool's policy requires."""
         if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib and not lease.revoked:
             self._claim(lease, lease.spec)
 
@@ -127,7 +133,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Return whether the size is still within the limits, which others may have used up since; decline it if not."""
+        """Return whether the size is still within the limits, which others may have used up meanwhile. If not, decline the request."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True
@@ -163,7 +169,7 @@ class Resizer:
         )
 
     def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return the memory that the lease should hold on each of its devices, MiB."""
+        """Return the memory that the lease should hold on each of its devices, in MiB."""
         reserve_mib = self._books.reserve_mib(lease, spec)
         if self._books.reserves_cap(lease) or not lease.growth_mib:
             return reserve_mib
@@ -172,7 +178,7 @@ class Resizer:
         return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
 
     def _lacking_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return the memory that the lease lacks on each of its devices, MiB. It has all of an exclusive device."""
+        """Return the memory that the lease lacks on each of its devices, in MiB. A lease has all the memory of an exclusive device."""
         has_mib = lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.is_exclusive for device in devices):
@@ -187,10 +193,10 @@ def _size(spec: LeaseSpec) -> str:
 
 # -- memory caps -------------------------------------------------------------------------------------------------------
 GRACE_MS = 5000
-"""Shorter excesses are ignored."""
+"""An excess that lasts for less than this is ignored."""
 
 SLACK_MIB = 16
-"""Smaller excesses are ignored, since each process's use is rounded up."""
+"""An excess of less than this is ignored, because each process's use is rounded up."""
 
 _WHAT_FOLLOWS = {
     Breach.WARN: "free some memory: other kernels may run out because of this",
@@ -201,7 +207,7 @@ _WHAT_FOLLOWS = {
 
 @dataclass(slots=True, eq=False)
 class _Excess:
-    """A lease over its cap."""
+    """The excess of a lease that uses more than its cap."""
 
     lease: Lease
     since_ms: int
@@ -224,7 +230,7 @@ class MemoryCaps:
             self._over[lease.lease_id] = _Excess(lease, self._changes.now_ms)
 
     def enforce(self) -> list[Lease]:
-        """Report excesses whose grace period is over. Return the idle leases to suspend for theirs."""
+        """Report excesses whose grace period is over. Return the idle leases to suspend because of their excess."""
         due = []
         for lease_id, excess in list(self._over.items()):
             lease = excess.lease
@@ -239,7 +245,7 @@ class MemoryCaps:
         return due
 
     def due_ms(self) -> int | None:
-        """Return when the next grace period or pause after a failed suspend ends, or None."""
+        """Return when the next grace period, or the next pause after a failed suspend, ends, or None if there is neither."""
         times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
         times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)

@@ -1,16 +1,18 @@
-"""Leases that must leave their devices, because the device is drained or goes away, or the lease's seat has ended.
+"""Suspends leases that must leave their devices, because the device is drained or goes away, or because the lease's seat has ended.
 
-Pins and minimum residency do not protect against this. A lease that cannot be suspended, because of its process, its device or host
-memory, stays until it can be.
+Pins and minimum residency do not protect a lease from this. A lease that cannot be suspended, because of its process, its device or host
+memory, stays until this is possible.
 
-**Drained devices.** Idle leases are suspended at once, busy ones when they become idle, or at once if the administrator says so.
+**Drained devices.** Idle leases are suspended at once. Busy leases are suspended when they become idle, or at once if the administrator
+says so.
 
-**Ended seats.** The hub server is gone, but its kernels are still alive. Such a lease still counts toward its owner's limits, but loses its
-guarantee, ticket and pin. It is suspended even in the middle of a cell, and is not resumed until it has another seat. After the pool's
-`revoked_ttl_ms` its processes are killed, and the lease ends with them.
+**Ended seats.** The hub server is gone, but its kernels are still alive. A lease without a seat still counts toward its owner's limits, but
+loses its guarantee, ticket and pin. It is suspended even in the middle of a cell, and is not resumed until it has another seat. After the
+pool's `revoked_ttl_ms` its processes are killed, and the lease ends with them.
 
-**Devices that go away at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases it can: idle ones at once,
-busy ones as late as their swaps allow. Users are told what cannot be saved. After the deadline the device is drained like any other.
+**Devices that go away at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases that it can. Idle leases are
+saved at once, and busy leases as late as their swaps allow. Users are told what cannot be saved. After the deadline, the device is drained
+like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,13 +34,13 @@ REVOKED: Final = Reason(
     "the seat of this kernel has ended: it cannot use a GPU until its user's "
     "server is started again with at least as large a share of the same pool",
 )
-"""Why a request about a revoked lease is declined."""
+"""The reason for declining a request about a revoked lease."""
 
-_END_AGAIN_MS = 60_000  # processes that are still alive are ended again after this
+_END_AGAIN_MS = 60_000  # after this, processes that are still alive are ended again
 
 
 def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
-    """Begin to drain a device. `deadline_ms`: when it goes away, if it does."""
+    """Begin to drain a device. `deadline_ms` is when it goes away, or None if it stays."""
     device = changes.books.devices.get(device_id)
     if device is None:
         return
@@ -145,7 +147,7 @@ def _can_be_saved(changes: Changes, lease: Lease) -> bool:
 # -- saving before a deadline ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A lease on a device that goes away. Times are on the arbiter's clock, in ms."""
+    """A lease on a device that goes away. Times are in ms of the arbiter's clock."""
 
     lease_id: str
     value: int  # 1 or more
@@ -158,22 +160,22 @@ class Candidate:
 
     @property
     def density(self) -> tuple[int, str]:
-        """Sort key: highest value per ms first, so that the least is lost if swaps take longer than predicted."""
+        """The sort key for the highest value per ms first, so that the least is lost if swaps take longer than predicted."""
         return -(self.value << 20) // max(1, self.swap_ms), self.lease_id
 
     @property
     def urgency(self) -> tuple[int, bool, int, str]:
-        """Sort key for saving: by deadline, then idle before busy, then by value per ms."""
+        """The sort key for saving, by deadline, then idle before busy leases, then by value per ms."""
         return self.deadline_ms, self.busy, *self.density
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each channel saves, in order; the latest start of each suspend; and what cannot be saved, and why."""
+    """The leases that each channel saves, in order, the latest start of each suspend, and the leases that cannot be saved."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)  # "time" or "host-memory", by lease
+    lost: dict[str, str] = field(default_factory=dict)  # by lease, what is too short: "time" or "host-memory"
 
     @property
     def saved(self) -> list[Candidate]:
@@ -181,7 +183,7 @@ class Plan:
 
 
 MARGIN_MS = 500
-"""Slack before each deadline, so that the report of a suspend's end arrives in time."""
+"""The slack before each deadline, so that the report of a suspend's end arrives in time."""
 
 LEAST_RETRY_MS = 250
 """The shortest pause between a failed suspend and the next attempt."""
@@ -198,17 +200,17 @@ _SAVE_TO_DISK = (
 class Salvage:
     """Suspends leases before their devices go away.
 
-    The plan is recomputed in every event, so it reacts at once when a cell ends or a swap takes longer than predicted. Planned suspends
-    come first: another swap begins only if the next planned suspend can wait until it ends.
+    The plan is recomputed at every event, so that it changes at once when a cell ends or a swap takes longer than predicted. Planned
+    suspends have precedence. Another swap begins only if it will end before the next planned suspend must begin.
     """
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self._told: dict[str, str] = {}  # by lease: the reason of the last notice to its user
+        self._told: dict[str, str] = {}  # by lease, the reason code of the last notice to its user
 
     def save(self) -> None:
-        """Begin due suspends, keep channels for those due soon, and tell users what will be lost."""
+        """Begin suspends that are due, keep channels for those that are due soon, and tell users what will be lost."""
         self._changes.kept_channels = 0
         self._books.unsaved.clear()
         if not self._books.draining and not self._told:
@@ -236,9 +238,10 @@ class Salvage:
                     yield lease
 
     def _hasten_retry(self, lease: Lease) -> None:
-        """Retry a failed suspend before the deadline, ignoring the pool's `retry_refused_ms`. Idempotent.
+        """Make sure that a failed suspend is retried before the deadline, whatever the pool's `retry_refused_ms`. This is idempotent.
 
-        The pause doubles with each failure, but is at most half of the time left to begin, so that the last attempt still fits.
+        The pause doubles with each failure, but is at most half of the time in which the suspend can still begin, so that the last attempt
+        fits.
         """
         retries, now_ms = lease.retries, self._changes.now_ms
         if retries.suspend_after_ms <= now_ms:
@@ -263,7 +266,7 @@ class Salvage:
             lease_id=lease.lease_id,
             value=value_of(lease.worked_ms, lease.spec.priority),
             swap_ms=self._swap_ms(lease, SUSPEND),
-            # Well above the bound that one in ten exceeds: an interrupted cell continues later, but a late lease is lost.
+            # This is well above the bound that one in ten exceeds. An interrupted cell continues later, but a late lease is lost.
             cautious_ms=span.expected_ms + 2 * max(0, span.high_ms - span.expected_ms) + span.expected_ms // 4,
             deadline_ms=(self._books.deadline_ms(lease) or 0) - MARGIN_MS,
             from_ms=lease.retries.suspend_after_ms,
@@ -272,7 +275,7 @@ class Salvage:
         )
 
     def _swap_ms(self, lease: Lease, kind: str) -> int:
-        """Return the predicted duration of a swap, in ms: halfway between the expected value and the upper bound."""
+        """Return the predicted duration of a swap in ms, which is halfway between the expected value and the upper bound."""
         span = self._span(lease, kind)
         return max(1, span.expected_ms + max(0, span.high_ms - span.expected_ms) // 2)
 
@@ -282,7 +285,7 @@ class Salvage:
         return self._books.forecasts.widest_swap_span(kind, device_kind, mib)
 
     def _begin_next(self, plan: Plan, leases: dict[str, Lease]) -> str | None:
-        """Begin the next due suspend if a channel is free. Return its lease id, or None."""
+        """Begin the next suspend that is due, if a channel is free. Return its lease id, or None if none began."""
         if not self._changes.channel_free:
             return None
         now_ms, soonest_ms = self._changes.now_ms, None
@@ -305,7 +308,7 @@ class Salvage:
         return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
-        """Keep each channel whose next planned suspend could not wait for the longest other swap."""
+        """Keep each channel free whose next planned suspend could not wait until the longest other swap has ended."""
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
@@ -382,33 +385,37 @@ class Salvage:
 
 
 # -- what is saved, and when -------------------------------------------------------------------------------------------
-# A swap channel saves one lease after another, so a set can be saved if each lease, taken in order of deadline, ends in time. Dynamic
-# programming over time finds the most valuable set (Lawler and Moore 1969; with a single deadline it is the knapsack problem). With several
-# channels, each takes the best set of what the previous ones left. A suspend that cannot end in time never begins: during it the user could
-# not save anything to disk.
+# A swap channel saves one lease after another. So a set of leases can be saved if each suspend ends in time when the leases are saved in the
+# order of their deadlines. Dynamic programming over time finds the most valuable set (Lawler and Moore 1969; with a single deadline this is
+# the knapsack problem). With several channels, each takes the best set of the leases that the previous channels left. A suspend that cannot
+# end in time never begins, because the user could not save anything to disk while it lasts.
 #
-# The work is bounded: with many leases, time is divided into coarser slots and durations are rounded up to them. Leases that this leaves
-# out are then added wherever they fit. If the set needs more host memory than is left, only the most valuable subset that fits is kept.
+# The work is bounded. With many leases, time is divided into coarser slots, and durations are rounded up to whole slots. Leases that this
+# leaves out are then added wherever they fit. If the set needs more host memory than is left, only the most valuable subset that fits is
+# kept.
 
 _MOST_STEPS = 100_000  # per decision, about 20 ms
-_LEAST_WORKED_MS = 60_000  # so that a lease that has only loaded data has a value, too
+_LEAST_WORKED_MS = 60_000  # gives a value to a lease that has only loaded data, too
 _MOST_PRIORITY_STEPS = 10
 
 
 def value_of(worked_ms: int, priority: int) -> int:
-    """Return a lease's value: the time its cells ran on a device plus a minute, doubled (halved) per step of priority above (below) 0."""
+    """Return a lease's value. This is the time that its cells ran on a device plus a minute.
+
+    The value doubles with each step of priority above 0, and halves with each step below 0.
+    """
     steps = max(-_MOST_PRIORITY_STEPS, min(_MOST_PRIORITY_STEPS, priority))
     return max(1, (max(0, worked_ms) + _LEAST_WORKED_MS) << (_MOST_PRIORITY_STEPS + steps))
 
 
 def plan_saving(candidates: Sequence[Candidate], *, free_ms: Sequence[int], host_left_mib: int) -> Plan:
-    """Plan what to save. `free_ms`: when each swap channel becomes free, now at the earliest."""
+    """Plan which leases to save. `free_ms` has the time when each swap channel becomes free, which is now at the earliest."""
     rest, channels, starts = _in_order(candidates), list[list[Candidate]](), sorted(free_ms)
     for start_ms in starts:
         chosen = _best_in_time(rest, start_ms)
         channels.append(chosen)
         rest = [one for one in rest if one not in chosen]
-    # First drop what does not fit in host memory, then fill the time freed with leases that do.
+    # First drop leases that do not fit in host memory, then use the time that becomes free for leases that do fit.
     channels = _within_host_memory(channels, host_left_mib)
     _fill(channels, starts, candidates, host_left_mib)
     plan = Plan(channels)
@@ -427,7 +434,7 @@ def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
-    """Return whether all meet their deadlines if saved one by one in this order."""
+    """Return whether all these leases meet their deadlines if they are saved one by one in this order."""
     for one in ordered:
         start_ms = max(start_ms, one.from_ms) + one.swap_ms
         if start_ms > one.deadline_ms:
@@ -436,7 +443,7 @@ def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
 
 
 def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set that one channel can save in time, in order."""
+    """Return the most valuable set of leases that one channel can save in time, in the order of saving."""
     if _ends_in_time(ordered, start_ms):
         return list(ordered)
     able = [one for one in ordered if _ends_in_time([one], start_ms)]
@@ -449,12 +456,15 @@ def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate
 
 
 def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set, measuring time in slots. `best[t]` is the highest value that fills exactly t slots, or -1."""
+    """Return the most valuable set of leases, with time measured in slots.
+
+    `best[t]` is the highest value of leases that fill exactly t slots, or -1 if no leases do.
+    """
     horizon_ms = able[-1].deadline_ms - start_ms
     slot_ms = max(1, -(-horizon_ms * len(able) // _MOST_STEPS))
     slots = horizon_ms // slot_ms
     best, taken = [0] + [-1] * slots, list[list[bool]]()
-    # If a lease may only begin later, its channel's wait counts as part of its suspend.
+    # If the suspend of a lease may only begin later, the wait of its channel counts as part of the suspend.
     lengths = [-(-(max(0, one.from_ms - start_ms) + one.swap_ms) // slot_ms) for one in able]
     for one, length in zip(able, lengths, strict=True):
         took, value = [False] * (slots + 1), one.value
@@ -473,7 +483,10 @@ def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
 
 
 def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[list[Candidate]]:
-    """Drop leases so that the rest fits in host memory at the highest value, with `_best_in_slots` on memory instead of time."""
+    """Drop leases so that the rest fit in host memory and have the highest value.
+
+    This uses `_best_in_slots` with memory instead of time.
+    """
     chosen = [one for channel in channels for one in channel]
     if sum(one.host_mib for one in chosen) <= left_mib:
         return channels
@@ -488,7 +501,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add candidates left out so far that fit in time and host memory, highest value per ms first."""
+    """Add candidates that were left out so far and fit in time and host memory, those with the highest value per ms first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):
@@ -503,7 +516,7 @@ def _fill(
 
 
 def _latest_ms(channel: Sequence[Candidate]) -> dict[str, int]:
-    """Return the latest start of each suspend of a channel."""
+    """Return the latest start of each of a channel's suspends."""
     found, after_ms = dict[str, int](), None
     for one in reversed(channel):
         ends_ms = one.deadline_ms if after_ms is None else min(one.deadline_ms, after_ms)
