@@ -1,6 +1,6 @@
 """Medians, percentiles and the 95 % intervals of medians, without assumptions about distributions.
 
-The functions take figures and return figures. Run times of programs have long tails and drift with the machine's load, so this module uses
+Run times of programs have long tails and drift with the machine's load, so this module uses
 medians, never means, with the interval of the sign test. For samples that scatter symmetrically, `centre_estimate` returns the narrower
 interval of Wilcoxon's signed-rank test (Hodges and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section
 3.3).
@@ -20,7 +20,7 @@ _MOST_EXACT = 50  # with more samples, the rank sum is so close to normal that c
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value, and an interval that contains the true value with at least CONFIDENCE. Too few samples give an infinite interval."""
+    """A value, and an interval that contains the true value with a confidence of at least CONFIDENCE. Too few samples give an infinite interval."""
 
     value: float
     low: float
@@ -68,7 +68,7 @@ def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def _skipped(count: int, confidence: float) -> int | None:
-    """Return how many samples to leave out at each end at most, or None if there are too few samples.
+    """Return the largest number of samples to leave out at each end, or None if there are too few samples.
 
     The number of samples below the median has a binomial distribution. The median lies outside the interval if at most `skipped` samples
     are on one side of it.
@@ -99,7 +99,7 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 @lru_cache(maxsize=256)
 def _skipped_averages(count: int, confidence: float) -> int | None:
-    """Return how many averages of pairs to leave out at each end at most, or None if there are too few samples.
+    """Return the largest number of averages of pairs to leave out at each end, or None if there are too few samples.
 
     The number of averages below the true centre is the sum of the ranks of the samples below it. This sum is distributed like the sum of a
     random subset of the numbers from 1 to `count`.

@@ -1,4 +1,4 @@
-"""Waits for the GPU outside Jupyter, and claims room for programs that the broker does not know."""
+"""Functions that wait for the GPU outside Jupyter, or claim room for programs that the broker does not know."""
 
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress

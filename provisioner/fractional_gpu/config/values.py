@@ -143,7 +143,7 @@ def idle_after(value: object) -> tuple[int | None, bool]:
 
 
 def memory(value: object) -> int:
-    """Return MiB. Zero is allowed."""
+    """Return a size in MiB. Zero is allowed."""
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise ValueError("expected a size such as '300MiB', '20GiB' or 0")
     if _ZERO.fullmatch(str(value)[:_LONGEST_TEXT]):
@@ -166,7 +166,7 @@ def host_memory(value: object) -> tuple[int, bool]:
 
 
 def fraction(value: object) -> int:
-    """Return milli-GPU."""
+    """Return a fraction in milli-GPU."""
     if not isinstance(value, (str, int, float)):
         raise ValueError("expected a fraction such as '1/4', 0.25 or '250m'")
     return parse_fraction_milli(value)

@@ -54,7 +54,7 @@ _NVIDIA_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 class FractionalGPUProvisioner(LocalProvisioner):
-    """Starts one kernel manager's local kernels with a lease.
+    """Starts the local kernel of a kernel manager with a lease.
 
     A kernelspec's `config` may have the keywords pool, fraction, memory, request, devices and priority.
     """

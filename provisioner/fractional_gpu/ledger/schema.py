@@ -16,7 +16,7 @@ SCHEMA: Final = 1
 
 # The tables are not STRICT, because the SQLite of some supported distributions is too old for that.
 TABLES: Final = {
-    # `document`: a LeaseRecord in JSON, without its secrets once the lease has ended
+    # `document` is a LeaseRecord in JSON, without its secrets once the lease has ended.
     "leases": """
         lease_id   TEXT PRIMARY KEY NOT NULL,
         uid        INTEGER NOT NULL,
@@ -33,7 +33,7 @@ TABLES: Final = {
         reason   TEXT NOT NULL,
         sentence TEXT NOT NULL
     """,
-    # `document`: a SeatRecord
+    # `document` is a SeatRecord.
     "seats": """
         seat_id    TEXT PRIMARY KEY NOT NULL,
         pool       TEXT NOT NULL,
@@ -60,7 +60,7 @@ TABLES: Final = {
         used_mib  INTEGER NOT NULL,
         saved_mib INTEGER NOT NULL
     """,
-    # `deadline_ms`: when the device goes away, or 0 if it stays
+    # `deadline_ms` is when the device goes away, or 0 if it stays.
     "drained": """
         device_id   TEXT PRIMARY KEY NOT NULL,
         evict_busy  INTEGER NOT NULL,
@@ -84,7 +84,7 @@ TABLES: Final = {
         {", ".join(f"{name} INTEGER NOT NULL" for name in FIGURES)},
         PRIMARY KEY (hour_s, lease_id, device_id, currency)
     """,
-    # notebooks' and seats' use of their shares, by day, for advice. `key`: a HabitKey and a Share; `document`: a ShareDay
+    # notebooks' and seats' use of their shares, by day, for advice. `key` is a HabitKey and a Share, and `document` a ShareDay
     "share_days": """
         day      INTEGER NOT NULL,
         key      TEXT NOT NULL,
@@ -101,7 +101,7 @@ TABLES: Final = {
         use_milli INTEGER NOT NULL,
         continues INTEGER NOT NULL
     """,
-    # the last advice that each notebook and seat got. `key`: a HabitKey; `document`: the advice
+    # the last advice that each notebook and seat got. `key` is a HabitKey, and `document` the advice
     "advised": """
         key      TEXT PRIMARY KEY NOT NULL,
         day      INTEGER NOT NULL,

@@ -1,6 +1,6 @@
 """HTML pages with their templates and styles.
 
-The pages load nothing, need no script, and suit light and dark screens and paper.
+The pages load nothing, need no script, and are readable on light and dark screens and on paper.
 """
 
 from functools import cache

@@ -149,7 +149,7 @@ def error_body(error: FractionalGPUError) -> dict[str, dict[str, str]]:
 
 
 def printable(text: str) -> str:
-    """Return untrusted text with `?` for each character that could control a terminal."""
+    """Return untrusted text in which `?` replaces each character that could control a terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -15,8 +15,10 @@ CONNECTIONS_PER_LEASE = 8  # ... and this many more for each lease with a proces
 MOST_CONNECTIONS = 2048  # ... up to this, or a quarter of the broker's descriptors, if that is less
 COST_SHARE = 0.25  # share of a processor for the requests and kernel messages of one user or seat in the long run
 COST_SHARE_OF_ALL = 0.5  # share of a processor that all overdrawn accounts divide equally
-COST_BURST_S = 1.0  # processor time that an account may use at once in addition
-COST_RESERVE_S = 0.2  # debt allowed for gates' answers and ends of leases only; beyond it, nothing of the user is read
+COST_BURST_S = 1.0  # extra processor time that an account may use at once
+COST_RESERVE_S = (
+    0.2  # debt allowed for gate answers and lease releases only; beyond it, the user's requests are not read
+)
 COST_WAIT_S = 2.0  # how long an overdrawn user's request waits before it is refused
 COST_REQUEST_S = 0.0002  # for each request, in addition to the time of its handler
 COST_CONNECTION_S = 0.00005  # for each connection

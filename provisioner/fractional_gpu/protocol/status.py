@@ -128,7 +128,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> LeaseSpec:
-        """The size that the kernel requested and has."""
+        """The size that the kernel requested and was granted."""
         return self.lease.spec
 
     @property
@@ -158,7 +158,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
 
 class Stranger(Struct, frozen=True, kw_only=True):
-    """A process that uses a device without a lease. Only its user and administrators get more than the user's name."""
+    """A process that uses a device without a lease. Only its user and administrators see more than the user's name."""
 
     pid: int = 0  # 0 (like the fields below) if hidden from this viewer
     user: str

@@ -1,1 +1,1 @@
-"""`jupyter gpu doctor` and `jupyter gpu node doctor`, with a table of all checks, the checks by topic, and the report."""
+"""`jupyter gpu doctor` and `jupyter gpu node doctor`: the table of checks, the checks by topic, and the report."""

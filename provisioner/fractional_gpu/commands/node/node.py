@@ -1,4 +1,4 @@
-"""`jupyter gpu node ACTION`, with a table of the actions.
+"""The table of actions of `jupyter gpu node ACTION`.
 
 Slurm's Prolog must be fast, so actions import what they need when they run. Slurm drains a node whose Prolog or Epilog fails, so both exit
 with 0.

@@ -1,1 +1,1 @@
-"""`jupyter gpu run` runs a program under a lease: the program's process, the signs that it needs the GPU, and its lease."""
+"""`jupyter gpu run`: the program's process, the signs that the program needs the GPU, and its lease."""

@@ -233,7 +233,7 @@ class RunningCommand:
 
 
 def die_of(number: int) -> int:
-    """Die of the signal that ended the command, without a core dump.
+    """End this process with the signal that ended the command, without a core dump.
 
     The first process of a container survives the signal, and then returns 128 + N.
     """
