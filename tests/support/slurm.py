@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from fractional_gpu.engines.slurm import parse_gres
 from tests.support.ports import free_ports
@@ -240,7 +241,13 @@ class Cluster:
 
     # -- commands --------------------------------------------------------------------------------------------------------
 
-    def call(self, *words: str, user: int | None = None, environment: Mapping[str, str] | None = None) -> str:
+    def call(
+        self,
+        *words: str,
+        user: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdin: IO[str] | int = subprocess.DEVNULL,
+    ) -> str:
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             done = subprocess.run(
                 words,
@@ -248,7 +255,7 @@ class Cluster:
                 cwd=self.folder,
                 stdout=out,
                 stderr=err,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 user=user,
                 group=user,
                 extra_groups=None if user is None else [],

@@ -1,0 +1,117 @@
+"""Open OnDemand's part for an interactive app: its form, the rendered files, and the job, from the documentation of Open OnDemand 4.
+
+Only Ruby renders its templates. In Open OnDemand Rails does, with the same variables; `view.html.erb` is escaped there.
+"""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.slurm import Cluster
+from tests.support.world import until
+
+__all__ = ["Session"]
+
+_RENDER = """
+require "erb"
+require "json"
+given = JSON.parse($stdin.read)
+values = given["values"].transform_keys(&:to_sym)
+scope = binding
+values.each { |name, value| scope.local_variable_set(name, value) }
+scope.local_variable_set(:context, Struct.new(*values.keys).new(*values.values))
+print ERB.new(given["template"], trim_mode: "-").result(scope)
+"""
+_JOB = """\
+#!/bin/bash
+{site}
+cd {folder}
+export host port
+clean_up () {{
+  pkill -P "$SCRIPT_PID"
+  pkill -P $$
+  exit "${{1:-0}}"
+}}
+find_port () {{
+  python3 -c 'import socket; it = socket.socket(); it.bind(("", 0)); print(it.getsockname()[1])'
+}}
+create_passwd () {{
+  tr -cd '[:alnum:]' </dev/urandom | head -c"$1"
+}}
+host=$(hostname)
+source ./before.sh
+./script.sh &
+SCRIPT_PID=$!
+source ./after.sh
+(umask 077; printf 'host: %s\\nport: %s\\npassword: %s\\n' "$host" "$port" "$password" >connection.yml)
+wait "$SCRIPT_PID" || clean_up 1
+clean_up
+"""
+
+
+class Session:
+    """An interactive session in a new folder: the job of an app with what a user typed into its form.
+
+    `given` replaces the form's own values; `site` is what the site has in its cluster's `script_wrapper`.
+    """
+
+    def __init__(self, slurm: Cluster, app: Path, folder: Path, *, site: str = "", **given: object) -> None:
+        self._slurm = slurm
+        self._app = app
+        self.folder = folder
+        self.form = {**form_values(yaml.safe_load((app / "form.yml").read_text())), **given}
+        shutil.copytree(app / "template", folder)
+        for file in folder.glob("**/*.erb"):
+            text = rendered(file, self.form)
+            file.write_text(text)
+            file.rename(file.with_suffix(""))  # with its mode
+        script = yaml.safe_load(rendered(app / "submit.yml.erb", self.form))["script"]
+        words = ["-D", str(folder), "-J", "sys/dashboard/sys/jupyter-gpu", "-o", str(folder / "output.log")]
+        words += ["-p", str(self.form["bc_queue"]), "-t", f"{int(str(self.form['bc_num_hours'])):02}:00:00"]
+        words += ["--export", "NONE", *script["native"], "--parsable"]
+        with tempfile.TemporaryFile("w+") as job:
+            job.write(_JOB.format(site=site, folder=folder))
+            job.seek(0)
+            self.job = slurm.call("sbatch", *words, stdin=job).strip()
+
+    def connection(self) -> dict[str, Any]:
+        """Wait until the session is ready; return its host, port and password."""
+        file = self.folder / "connection.yml"
+        try:
+            until(lambda: file.exists() and "password: " in file.read_text(), "the session is ready", deadline_s=240)
+        except AssertionError as error:
+            error.add_note(self.output)
+            raise
+        return dict(yaml.safe_load(file.read_text()))
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output.log").read_text(errors="replace")
+
+    def view(self) -> str:
+        """Return the session's card, as HTML."""
+        return rendered(self._app / "view.html.erb", self.connection())
+
+
+def form_values(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the form submits if a user changes nothing."""
+    values = {}
+    for name in form["form"]:
+        attribute = form["attributes"][name]
+        values[name] = attribute["value"] if isinstance(attribute, dict) else attribute
+    return {name: str(value) for name, value in values.items()}
+
+
+def rendered(file: Path, values: Mapping[str, Any]) -> str:
+    ruby = shutil.which("ruby")
+    assert ruby is not None, "ruby not found: `tests/run setup` installs Debian's ruby"
+    given = json.dumps({"template": file.read_text(), "values": values})
+    done = subprocess.run([ruby, "-e", _RENDER], input=given, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, f"{file.name}: {done.stderr}"
+    return done.stdout
