@@ -303,3 +303,7 @@ def test_of_several_pools_one_must_be_the_default() -> None:
 def test_an_address_that_others_reach_is_allowed_where_that_is_meant() -> None:
     given = {"metrics_address": "192.0.2.7:9464", "metrics_public": True}
     assert load(None, given).metrics_address == ("192.0.2.7", 9464)
+
+
+def test_host_memory_is_told_as_a_number_of_suspended_kernels() -> None:
+    assert Settings({}).capacity(131_072, 81_920) == "room for 6 that filled 1/4 of a GPU (20 GiB each)"

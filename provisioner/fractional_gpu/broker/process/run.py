@@ -170,6 +170,8 @@ class BrokerRun:
         sampler = Sampler(broker, specs, partial(host_budget_mib, budget_mib, total_mib))
         broker.operations.sample = sampler.refresh
         self._configure(budget_mib)
+        capacity = settings.capacity(budget_mib, max((spec.memory_mib for spec in self.specs), default=0))
+        log.info("suspended kernels may use %s of host memory: %s", format_memory(budget_mib), capacity)
         await self._take_back_leases(files, swaps)
         await sampler.sample()  # so that leases' use is known before any request is answered
         await driver.try_checkpoint(broker, swaps)

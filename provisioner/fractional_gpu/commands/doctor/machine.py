@@ -79,6 +79,9 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
         )
     else:
         yield ok("host-memory", what if not devices else f"{what}, devices hold {format_memory(device_mib)}")
+    if devices and settings is not None:
+        capacity = settings.capacity(budget_mib, max(device.memory_mib for device in devices))
+        yield note("host-memory", f"it is the capacity for suspended kernels: {capacity}")
     if here.mib >= system.mib:
         yield ok("cgroup", "no control group limits this process below the system's memory")
         return
