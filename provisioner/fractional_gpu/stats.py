@@ -20,7 +20,10 @@ _MOST_EXACT = 50  # with more samples, the rank sum is so close to normal that c
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value, and an interval that contains the true value with a confidence of at least CONFIDENCE. Too few samples give an infinite interval."""
+    """A value, and an interval that contains the true value with a confidence of at least CONFIDENCE.
+
+    Too few samples give an infinite interval.
+    """
 
     value: float
     low: float
@@ -84,9 +87,9 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     """Return the centre of samples that scatter symmetrically about it, with its interval.
 
     The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are two such
-    averages. Outliers widen this interval, but hardly that of the sign test, so the function returns the narrower of the two; it returns
-    the interval of the sign test together with the median. The samples must be independent and symmetrically distributed, like differences
-    of two similar quantities. Raises ValueError if there are no samples.
+    averages. Outliers widen this interval, but hardly that of the sign test, so the function returns the narrower of the two. With the
+    interval of the sign test, it returns the median as the value. The samples must be independent and symmetrically distributed, like
+    differences of two similar quantities. Raises ValueError if there are no samples.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))

@@ -3,8 +3,8 @@
 - The socket is `$JUPYTER_GPU_SOCKET`, else that of the system service, else one in the user's Jupyter runtime folder. If several hosts
   share this folder (a home on NFS), each host has a subfolder. Clients send connection keys to the socket, so only this user or root may
   write to its folder.
-- A missing broker is started, with two exceptions. The administrator starts a system service, and a broker in a job or pod would end
-  with it. Concurrent starters do not conflict: each succeeds once *a* broker serves.
+- A missing broker is started, except in two cases. A system service is started by its administrator. In a job or pod no broker is started,
+  because it would end with the job or pod. Concurrent starters do not conflict: each succeeds once *a* broker serves.
 - A broker writes its start command to `broker.json`, next to the socket and in its state folder. With this command, a kernel in
   another environment starts the next broker from the environment that installed it.
 """
@@ -87,8 +87,9 @@ def socket_path() -> str:
 def _is_system_service_there() -> bool:
     """Return whether the machine has a system service.
 
-    Its socket, the lock of a stopped service or its unit shows this, even if this process may not look inside. If a user's broker started
-    before the service or during its restart, that broker would take the devices, and the service could not start.
+    It has one if the service's socket, the lock of a stopped service, or the service's unit exists. A file that this process may not access
+    counts as existing. If a user's broker started before the service or during its restart, that broker would take the devices, and the
+    service could not start.
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock", SYSTEM_UNIT):
         try:

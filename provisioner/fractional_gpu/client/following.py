@@ -23,7 +23,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class AsyncClient(Generic[C]):
-    """Uses clients from `connect` in threads. A call without an answer is retried for `patience_s` seconds."""
+    """Runs calls of blocking clients in threads. `connect` makes a client. Unanswered calls are retried for `patience_s` seconds."""
 
     def __init__(self, connect: Callable[[], C], *, patience_s: float = 0.0) -> None:
         self._connect = connect

@@ -1,4 +1,4 @@
-"""`jupyter gpu status` shows the broker's devices, kernels and seats. It starts no first broker, which would change what it shows."""
+"""`jupyter gpu status` shows the broker's devices, kernels and seats. It never starts a first broker, as this would change the output."""
 
 import argparse
 import json

@@ -137,7 +137,10 @@ def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | N
 
 
 def idle_after(value: object) -> tuple[int | None, bool]:
-    """Return the delay in ms, and whether the arbiter chooses the delay. A delay of None means only when room is needed."""
+    """Return the delay in ms, and whether the arbiter chooses the delay.
+
+    If the delay is None, kernels are suspended only when room is needed.
+    """
     found = or_word("auto", or_word("on-demand", duration()))(value)
     return found, value == "auto"
 

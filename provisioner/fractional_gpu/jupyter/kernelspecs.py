@@ -1,9 +1,10 @@
 """Kernelspecs for fractions. Each pool and fraction has a launcher entry, such as "Python 3 · 1/4 GPU".
 
-Each is copied from a base kernelspec together with its metadata (such as `supported_encryption`), because some servers refuse a kernelspec
-without this metadata. A mark in the metadata, never the name alone, shows which folders are ours. A new folder appears atomically, and
-replaces only one of our folders for the same base, pool and fraction. With `launcher`, the command of the kernelspec takes the lease, for
-programs that ignore provisioners. Such a kernelspec names the local provisioner, so that Jupyter servers do not take a second lease.
+Each kernelspec is copied from a base kernelspec together with its metadata (such as `supported_encryption`), because some servers refuse a
+kernelspec without this metadata. A mark in the metadata, never the name alone, shows which folders are ours. A new folder appears
+atomically, and replaces only one of our folders for the same base, pool and fraction. With `launcher`, the command of the kernelspec takes
+the lease, for programs that ignore provisioners. Such a kernelspec names the local provisioner, so that Jupyter servers do not take a
+second lease.
 """
 
 import json

@@ -31,7 +31,7 @@ Answer = dict[str, Any]
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Room that is reserved for this user's programs. Start them with `environment`, which binds them to the device."""
+    """Room that is reserved for this user's programs. Start these programs with `environment`, which binds them to the device."""
 
     lease_id: str
     device_id: str

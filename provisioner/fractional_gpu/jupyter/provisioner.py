@@ -282,7 +282,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return info
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over the lease from what `get_provisioner_info` returned, and the process if it still runs."""
+        """Take over the lease that `get_provisioner_info` described, and the process if it still runs."""
         await super().load_provisioner_info(provisioner_info)
         try:
             await in_thread(self._adopt, provisioner_info)

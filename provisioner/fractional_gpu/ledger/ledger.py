@@ -112,7 +112,7 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""Maps the names by which metered figures can be summed to their columns."""
+"""Maps each name by which metered figures can be summed to its column."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
@@ -414,8 +414,8 @@ class Ledger:
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
         """Delete some history before `before_ms`, and some of the leases' usage before `accounts_before_ms`. Keep live rows.
 
-        This also returns freed space to the file system. Returns True if more rows are left. Then call it again after a pause, because
-        kernels wait for other writes.
+        This also returns freed space to the file system. Returns True if more rows are left. In that case call it again, with pauses
+        between the calls, because kernels wait for other writes.
         """
         with self.transaction():
             deleted = []

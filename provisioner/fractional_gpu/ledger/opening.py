@@ -28,7 +28,7 @@ _SET_ASIDE = ".damaged"
 
 
 def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
-    """Return the error. Its default remedy is to restore a backup or to set the file aside."""
+    """Return a LedgerError about the file. The default remedy is to restore a backup or to set the file aside."""
     if remedy is None:
         remedy = (
             f"it is unchanged: restore a backup, or set it aside with `{set_aside_command(path)}`; the next broker then "

@@ -103,7 +103,7 @@ class BudgetList(Struct, frozen=True, kw_only=True):
 class BudgetExtension(Struct, frozen=True, kw_only=True):
     """Extra budget for a user or a group.
 
-    The amount is text such as `10 GPU hours`. It is valid until the given time, or until the budget's reset if that is None. `account`
+    The amount is text such as `10 GPU hours`. It is valid until the given time or, if the time is None, until the budget resets. `account`
     limits it to the user of that name on the hub (`hub`) or on the machine (`machine`); if it is empty, it applies to both.
     """
 

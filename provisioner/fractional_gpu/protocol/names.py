@@ -1,4 +1,4 @@
-"""Names that people gave, words for states, and the versions of both sides of the socket.
+"""Checks the names that people gave, puts states into words, and compares the versions of both sides of the socket.
 
 An administrator's program, such as a hub's service, names the administrator it acts for in the header `X-Acting-For`. The header gives no
 rights: the broker only writes the name to the audit log, and refuses the header from anyone else.

@@ -2,7 +2,7 @@
 
 The agent publishes it in Slurm's `Extra` field or in an annotation of a Kubernetes node. Anyone who can read nodes can read it, such as a
 hub's spawn page or an administrator, so it has no user names. It is JSON in printable ASCII without spaces, `=` or other quotes, so that it
-passes through `scontrol` as one word. It has at most `MAX_SUMMARY` bytes. A reader checks every field, since other programs than the agent
+passes through `scontrol` as one word. It has at most `MAX_SUMMARY` bytes. A reader checks every field, since programs other than the agent
 may write a node's record.
 """
 

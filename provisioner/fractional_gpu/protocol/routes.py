@@ -69,7 +69,7 @@ class EmptyRequest(Struct, frozen=True):
 
 
 class FreshQuery(Struct, frozen=True, kw_only=True):
-    """`fresh` asks the broker to sample the devices first."""
+    """A query that asks the broker to sample the devices first if `fresh` is set."""
 
     fresh: bool = False
 

@@ -65,8 +65,8 @@ def page(
 ) -> str:
     """Return the page. The report must be by day, user, group, pool and `by`.
 
-    `made_by` is the command and its version. `whole` means that the report covers whole devices, so that their rest is free. `zone` is the
-    report's time zone, and None is the machine's.
+    `made_by` is the command and its version. `whole` means that the report covers whole devices, so that what is not used of them counts as
+    free. `zone` is the report's time zone, and None is the machine's.
     """
     title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
     return render(

@@ -15,9 +15,9 @@ from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.periods import bounds
 
 CarbonOf = Callable[[int, int], int]
-"""Returns the milligrams of CO2 for an energy in mJ and the hour in which it was drawn.
+"""Returns the milligrams of CO2 for an amount of energy (in mJ) that was drawn in an hour.
 
-The hour is given by its beginning in seconds since 1970.
+The arguments are the energy and the start of the hour, in seconds since 1970.
 """
 ACCOUNT: Final = "account"
 TIMES: Final = ("hour", "day", "month")

@@ -207,7 +207,7 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the fewest idle leases of the owner to suspend so that `wanted` leases fit on one device. Leave out the leases in `but`.
+    """Return the owner's fewest idle leases, except `but`, whose suspension lets `wanted` leases fit on one device.
 
     Return an empty sequence if suspending them is not enough, or if another lease is waiting.
     """

@@ -153,7 +153,7 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""The CPU time between two looks that counts as computing. With less, the command is waiting, perhaps for the GPU."""
+"""The least CPU time between two looks that counts as computing. With less, the command is waiting, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
 """After a resume, a command that uses less CPU time than this was resumed in vain, unless the device saw work."""
 LOOK_S: Final = 0.25
