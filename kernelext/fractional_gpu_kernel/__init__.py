@@ -1,23 +1,23 @@
-"""The IPython extension: gate, magics, memory limits, displays.
+"""The IPython extension: the gate, the magics, the memory limits and the displays.
 
-`python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel with it. Rules:
+`python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel with the extension. These rules apply:
 
-- Loading takes milliseconds (a thread imports the rest later). An open gate delays a cell by microseconds.
-- A kernel on the GPU works without a broker; a kernel that needs the GPU and has no broker starts one.
-- A forked child inherits the kernel's memory but not its lease: its gate is inert.
+- Loading takes milliseconds, because a thread imports the rest later. An open gate delays a cell by microseconds.
+- A kernel on the GPU works without a broker. A kernel that needs the GPU starts a broker if there is none.
+- A forked child inherits the kernel's memory but not its lease, so its gate has no effect.
 """
 
 import os
 
-TYPE_CHECKING = False  # a kernel's folder is on `sys.path` here, and may have a module `typing`
+TYPE_CHECKING = False  # not imported, because the kernel's folder is on `sys.path` and may have a module `typing`
 if TYPE_CHECKING:
     from typing import Any
 
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
-__distribution__ = "jupyter-fractional-gpu"  # tells this package from another module of the same name
+__distribution__ = "jupyter-fractional-gpu"  # distinguishes this package from another module with the same name
 
-_loaded: "dict[int, Any]" = {}  # what was loaded into which shell, by id
+_loaded: "dict[int, Any]" = {}  # the loaded extensions, by the id of their shell
 
 
 def _after_fork_in_child() -> None:
@@ -29,10 +29,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def load_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - IPython is untyped
-    """Load the extension into a shell, once. IPython calls this."""
+    """Load the extension into a shell, unless it is already loaded. IPython calls this function."""
     if id(ipython) in _loaded:
         return
-    # Here, because a Jupyter server imports this package for its server extension and is no kernel.
+    # Import this here, because a Jupyter server also imports this package, for the server extension, but is not a kernel.
     from fractional_gpu_kernel.settings import NOTICE, Settings  # noqa: PLC0415
 
     settings = Settings.from_environment(os.environ)
@@ -48,7 +48,7 @@ def load_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - IPython is
 
 
 def unload_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - as above
-    """Restore the shell. The kernel keeps its lease but has no extension."""
+    """Remove the extension from the shell. The kernel keeps its lease."""
     extension = _loaded.pop(id(ipython), None)
     if extension is not None:
         extension.unload()

@@ -1,4 +1,4 @@
-"""The extension for a kernel with a lease: makes its parts, connects them, and installs them in the shell."""
+"""The extension for a kernel with a lease. It creates its parts, connects them, and installs them in the shell."""
 
 import os
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class LeasedKernel:
         self._hooks = ImportHooks()
         self.limits = MemoryLimits(os.environ, self._hooks)
         self.first_grant = FirstGrant(self._hooks)
-        self.blockers = CheckpointBlockers(lambda why: self.channel.report_managed(why), self._hooks)  # noqa: PLW0108 - made below
+        self.blockers = CheckpointBlockers(lambda why: self.channel.report_managed(why), self._hooks)  # noqa: PLW0108 - the channel is created below
         self.notices = Notices(shell, notice)
         self.gate = Gate(self.limits.bind, self.first_grant.bind)
         self.acquirer = Acquirer(settings, self.gate, is_reachable=lambda: self.channel.is_connected)
@@ -62,12 +62,12 @@ class LeasedKernel:
         self.inputs.become_inert()
 
     def take_size(self, environment: Mapping[str, str]) -> None:
-        """Apply a new size: later imports read the environment, loaded frameworks are limited on the main loop."""
+        """Apply a new size. Frameworks that are imported later read the environment; loaded ones are limited on the main loop."""
         self.gate.bind(environment)
         self.on_main_loop(self._apply_limit)
 
     def _apply_limit(self) -> None:
-        """Limit loaded frameworks. Do not lower the limit while a cell is running or paused at an `await`."""
+        """Limit the loaded frameworks, but do not lower their limit while a cell is running or paused at an `await`."""
         if self.limits.is_stale and not (self.limits.is_lowered and self.gate.is_running):
             self.limits.refresh()
 
@@ -75,11 +75,11 @@ class LeasedKernel:
         return self.gate.is_busy or self.gate.is_exempt or bool(self.inputs.waiting)
 
     def has_gui_loop(self) -> bool:
-        """Return whether the main thread runs a GUI event loop (`%gui`) between cells, which delays the main loop's callbacks."""
+        """Return whether the main thread runs a GUI event loop (`%gui`) between cells. This delays callbacks on the main loop."""
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Run the callback on the main loop. Return False if the loop is not running (in a terminal, or an older ipykernel's GUI loop)."""
+        """Run the callback on the main loop. Return False if that is not running: in a terminal, or in an older ipykernel's GUI loop."""
         kernel: Any = getattr(self.shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
         shell_channel: Any = getattr(kernel, "shell_channel_thread", None)
@@ -87,7 +87,7 @@ class LeasedKernel:
             return False
         loop.add_callback(callback)
         if self.has_gui_loop() and not self.is_held():
-            # A shell message makes a GUI event loop return to the main loop; ipykernel ignores this one. Not during a cell: if the cell
-            # fails, this would let the cells after it run.
+            # A shell message makes a GUI event loop return to the main loop, and ipykernel ignores this message. Do not send it during a
+            # cell: if the cell fails, the cells after it would run.
             shell_channel.io_loop.add_callback(kernel._post_dummy_stop_aborting_message, None)  # noqa: SLF001 - there is no public way
         return True

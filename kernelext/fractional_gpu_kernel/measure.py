@@ -1,4 +1,4 @@
-"""Reports units of work to `jupyter gpu measure`: a batch, an epoch, a request.
+"""Reports units of work, such as a batch, an epoch or a request, to `jupyter gpu measure`.
 
     from fractional_gpu_kernel.measure import tick
 
@@ -6,9 +6,9 @@
         train(batch)
         tick()
 
-It does nothing outside a measurement, and needs only the standard library. Other languages: if JUPYTER_GPU_MEASURE is set, append the line
-`NANOSECONDS UNITS` to that file in one write, with the time of CLOCK_MONOTONIC when the work was done. Wait for asynchronous work on the
-device first, or the time is that of its submission.
+Outside a measurement, this does nothing. It needs only the standard library. A program in another language can do the same: if
+JUPYTER_GPU_MEASURE is set, append the line `NANOSECONDS UNITS` to that file in one write, with the time of CLOCK_MONOTONIC when the work
+was done. Wait for asynchronous work on the device first; otherwise the time is that of the submission.
 """
 
 import os
@@ -20,9 +20,9 @@ MOST_UNITS: Final = 1_000_000_000
 
 
 def tick(units: int = 1) -> None:
-    """Report that `units` (1 to 1,000,000,000) of work have just been done. Takes microseconds in a measurement.
+    """Report that `units` of work (1 to 1,000,000,000) have just been done. During a measurement, this takes microseconds.
 
-    Raises ValueError if `units` is out of range, OSError if the measurement's file cannot be written.
+    Raises ValueError if `units` is out of range, and OSError if the file of the measurement cannot be written.
     """
     if not isinstance(units, int) or isinstance(units, bool) or not 1 <= units <= MOST_UNITS:
         raise ValueError(f"cannot report {units!r} units of work; give a whole number from 1 to {MOST_UNITS:,}")

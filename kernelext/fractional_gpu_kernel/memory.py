@@ -1,16 +1,17 @@
-"""Limits framework allocators, measures and empties them, and finds what prevents a checkpoint.
+"""Limits the allocators of frameworks, measures and empties them, and detects what prevents a checkpoint.
 
-A lease's cap includes the CUDA context. A framework limits only its allocator, so its limit is the cap minus the context, whose measured
-size the broker sends with each grant. The broker sees allocations beyond these limits.
+The cap of a lease includes the CUDA context. A framework limits only its allocator, so its limit is the cap minus the context. The broker
+sends the measured size of the context with each grant. The broker notices allocations beyond these limits.
 
-- JAX and CuPy read environment variables, set at load and at each grant unless the user has set them. JAX accepts only one of its two
-  names, and reads its limit only once: a change needs a kernel restart.
-- TensorFlow gets only its variable to grow as needed: a limit would rule out `set_memory_growth`, which many notebooks call.
-- torch's `set_per_process_memory_fraction` would initialise CUDA, so it is queued until torch does. Child processes get a variable if the
-  installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size, and get the limit.
-- In older torch releases that call creates a context on the device, and may leave the device current. So the current device is limited
-  first, and others after their first allocation, or immediately if the first limit created no context.
-- Loaded torch and CuPy get a changed limit on the main loop while no cell runs, or before the next cell.
+- JAX and CuPy read environment variables. These are set when the extension is loaded and at each grant, unless the user has set them. JAX
+  accepts only one of its two variables. It reads its limit only once, so a change requires a kernel restart.
+- TensorFlow gets only the variable that lets its memory grow as needed. A limit would prevent `set_memory_growth`, which many notebooks
+  call.
+- torch's `set_per_process_memory_fraction` would initialise CUDA, so the call is queued until torch initialises it. Child processes get a
+  variable if the installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size, and get the limit.
+- In older releases of torch, that call creates a context on the device and may make it the current device. So the current device is limited
+  first. Other devices are limited after their first allocation, or immediately if the first limit created no context.
+- If torch and CuPy are already loaded, they get a changed limit on the main loop while no cell is running, or before the next cell.
 """
 
 import contextlib
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     from fractional_gpu_kernel.extension import LeasedKernel
 
 Callback = Callable[[ModuleType], None]
-_MARK = "__noted_by_jupyter_gpu__"  # marks wrapped functions; other code's wrappers copy it with the attributes
+_MARK = "__noted_by_jupyter_gpu__"  # marks wrapped functions; wrappers of other code copy it with the attributes
 
 
 class ImportHooks:
-    """Calls back after imports, as an entry of `sys.meta_path`. One per process: two would unwrap each other's loaders."""
+    """Calls functions after imports, as an entry of `sys.meta_path`. Use one per process, as two would unwrap each other's loaders."""
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callback]] = {}
 
     def after(self, name: str, callback: Callback) -> None:
-        """Call back in the importing thread after module `name` is executed, and now if it is loaded."""
+        """Call `callback` in the importing thread after the module `name` is executed, or now if it is already loaded."""
         module = sys.modules.get(name)
         if module is not None and not is_half_imported(module):
             callback(module)
@@ -55,14 +56,14 @@ class ImportHooks:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a watched module's spec from the finders after this one, with a callback added."""
+        """Return the spec that the next finders have for a watched module, with a callback added."""
         if name not in self._callbacks:
             return None
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
             if spec is not None:
-                if spec.loader is not None and not isinstance(spec.loader, type):  # of built-in modules it is a class
+                if spec.loader is not None and not isinstance(spec.loader, type):  # for built-in modules it is a class
                     self._hook(spec.loader, name)
                 return spec
         return None
@@ -72,7 +73,7 @@ class ImportHooks:
 
         def exec_module(module: ModuleType) -> None:
             if vars(loader).get("exec_module") is exec_module:  # unless other code has wrapped it
-                del loader.exec_module  # before other code uses the loader
+                del loader.exec_module  # remove this before other code uses the loader
             execute(module)
             for callback in self._callbacks.get(name, ()):
                 callback(module)
@@ -81,9 +82,9 @@ class ImportHooks:
 
 
 class Call(NamedTuple):
-    """A function whose calls are reported. It exists once `package` is imported; callers find it in `modules`.
+    """A function whose calls are reported. It exists after `package` has been imported, and callers find it in `modules`.
 
-    `function` may be `Class.method`. `applies` decides from the arguments whether a call counts.
+    `function` may be `Class.method`. `applies` returns whether a call with these arguments counts; None means that every call counts.
     """
 
     package: str
@@ -94,7 +95,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Call `report` with the sentence before each call that counts, in the same thread. Skips missing functions."""
+    """Before each call that counts, call `report` with the sentence, in the same thread. Functions that do not exist are skipped."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -105,7 +106,7 @@ def note_calls(call: Call, report: Callable[[str], None]) -> None:
             continue
 
         @functools.wraps(original)
-        def noted(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:  # noqa: ANN401 - as the framework's
+        def noted(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:  # noqa: ANN401 - as in the framework
             if call.applies is None or call.applies(args, kwargs):
                 report(call.sentence)
             return _original(*args, **kwargs)
@@ -115,7 +116,7 @@ def note_calls(call: Call, report: Callable[[str], None]) -> None:
 
 
 def mapped_files() -> set[str]:
-    """Return the names of the files that this process has mapped; empty if /proc cannot be read."""
+    """Return the names of the files that this process has mapped. Return an empty set if /proc cannot be read."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         return {line.rpartition("/")[2] for line in lines}
@@ -123,32 +124,30 @@ def mapped_files() -> set[str]:
 
 
 def is_half_imported(module: ModuleType) -> bool:
-    """Return whether another thread, or an outer cell, is still executing the module."""
+    """Return whether another thread or an outer cell is still executing the module."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 MEMORY = "JUPYTER_GPU_MEMORY_MIB"
 DEVICE = "JUPYTER_GPU_DEVICE_MIB"
 CONTEXT = "JUPYTER_GPU_CONTEXT_MIB"
-CAP = "JUPYTER_GPU_CAP"  # "driver": the driver shows the share as the device's size, and refuses more
+CAP = "JUPYTER_GPU_CAP"  # with "driver", the driver shows the share as the device's size and refuses more
 CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 MEMORY_INFO = "JUPYTER_GPU_MEMORY_INFO"
 
 _MIB = 2**20
 _JAX_READS = Call("jaxlib.xla_client", ("jaxlib.xla_client",), "generate_pjrt_gpu_plugin_options", "")
-_JAX_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # older releases read the second only
+_JAX_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # older releases read only the second
 _JAX_READER = ("jaxlib", "xla_client.py", _JAX_FRACTIONS[0])  # a package, its file that reads the name, and the name
 _TORCH_FRACTION = "per_process_memory_fraction"
 _TORCH_READER = ("torch", "include/c10/cuda/CUDAAllocatorConfig.h", _TORCH_FRACTION)
-_TORCH_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # CUDA's allocator reads the first that is set
+_TORCH_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the CUDA allocator reads the first that is set
 _UNCOUNTED = ("numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")  # their device memory is not counted here
-CONTEXT_MIB = (
-    512  # a CUDA context with a framework's kernels and cuBLAS's workspace, until the broker has measured more
-)
+CONTEXT_MIB = 512  # a context with a framework's kernels and the cuBLAS workspace, until the broker measures more
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return the MiB that a framework may allocate: the cap less the context, but at least half the cap (a quarter for a large context)."""
+    """Return how many MiB a framework may allocate: the cap minus the context, but at least half the cap (a quarter if that is large)."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -156,15 +155,15 @@ def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
 class TorchLimits:
     def __init__(self) -> None:
         self._limited: set[int] = set()
-        self._others: set[int] = set()  # devices without a limit, unused when the others were limited
+        self._others: set[int] = set()  # devices without a limit, which were not in use when the others were limited
 
     def apply(self, torch: Any, mib: int) -> None:  # noqa: ANN401 - torch is not ours to import
-        """Limit each device in use to `mib`, keeping the current device. Raises CUDA's RuntimeError."""
+        """Limit each device that is in use to `mib`, without changing the current device. Raises RuntimeError if CUDA fails."""
         cuda = torch.cuda
         devices = set(range(cuda.device_count()))
         if not devices:
             return
-        # Only devices in use: in older releases a limit creates a context, which costs hundreds of MiB on each device.
+        # Limit only devices in use, because in older releases a limit creates a context, which takes hundreds of MiB on each device.
         current = cuda.current_device() if len(devices) > 1 else 0
         wanted = {current} | self._limited & devices | {index for index in devices if _torch_bytes(cuda, index)}
         try:
@@ -179,7 +178,7 @@ class TorchLimits:
             self._others = devices - self._limited
 
     def is_stale(self) -> bool:
-        """Return whether a device without a limit is in use. Reads the allocator's counters, without calling the driver."""
+        """Return whether a device without a limit is in use. This reads only the allocator's counters and does not call the driver."""
         torch = sys.modules.get("torch") if self._others else None
         return torch is not None and any(_torch_bytes(torch.cuda, index) for index in self._others)
 
@@ -190,18 +189,18 @@ class TorchLimits:
 
 
 class MemoryLimits:
-    """The limits of this process. Not thread-safe: the gate calls `bind` under its lock."""
+    """The limits of this process. This class is not thread-safe; the gate calls `bind` under its lock."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ, hooks: ImportHooks | None = None) -> None:
         self._environment = environment
         self.hooks = hooks or ImportHooks()
         self._torch = TorchLimits()
-        self._ours: dict[str, str] = {}  # set here, not by the user, so a resize may change them
-        self._torch_setting = ""  # the same, within the user's own value
-        self.cap_mib: int | None = None  # of the process tree; None: no cap
-        self._limit_mib: int | None = None  # what a framework may take of the cap
+        self._ours: dict[str, str] = {}  # variables that we set, not the user, so a resize may change them
+        self._torch_setting = ""  # the part that we added to the user's torch settings
+        self.cap_mib: int | None = None  # the cap of the process tree, or None if there is no cap
+        self._limit_mib: int | None = None  # how much of the cap a framework may allocate
         self._read()
-        # The limit in loaded frameworks; 0: torch must be checked.
+        # The limit that loaded frameworks have. 0 means that torch must be checked.
         self._applied_mib: int | None = self._limit_mib
 
     def install(self) -> None:
@@ -211,7 +210,7 @@ class MemoryLimits:
         self.hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Take a grant's variables, except any that an environment cannot hold, and update the hints."""
+        """Set the variables of a grant, except those that an environment cannot contain, and update the variables for frameworks."""
         for name, value in environment.items():
             if name and "=" not in name and "\0" not in name + value:
                 self._environment[name] = value
@@ -220,12 +219,12 @@ class MemoryLimits:
 
     @property
     def is_stale(self) -> bool:
-        """Whether loaded frameworks have an outdated limit, or torch uses a device without one."""
+        """Whether loaded frameworks have an outdated limit, or torch uses a device without a limit."""
         return self._applied_mib != self._limit_mib or self._torch.is_stale()
 
     @property
     def is_lowered(self) -> bool:
-        """Whether loaded frameworks have a larger limit than the current one."""
+        """Whether loaded frameworks still have a limit that is larger than the current one."""
         limit = self._limit_mib
         return bool(limit and ((self._applied_mib and self._applied_mib > limit) or self._torch.is_stale()))
 
@@ -241,13 +240,13 @@ class MemoryLimits:
         elif cuda.is_initialized():
             self._limit(torch)
         else:
-            self._applied_mib = 0  # stale: checked again before each cell
+            self._applied_mib = 0  # this counts as outdated, so it is checked again before each cell
 
     def refresh(self) -> None:
-        """Apply a changed limit, in the cells' thread. If CUDA fails, cells still run and `is_stale` stays true."""
+        """Apply a changed limit. Call this in the thread that runs cells. If CUDA fails, cells still run and `is_stale` stays true."""
         try:
             is_applied = self._limit_loaded()
-        except (RuntimeError, AttributeError):  # CUDA's errors; a module that is still being imported
+        except (RuntimeError, AttributeError):  # CUDA failed, or a module is still being imported
             return
         if is_applied:
             self._applied_mib = self._limit_mib
@@ -268,19 +267,19 @@ class MemoryLimits:
             if torch.cuda.is_initialized():
                 self._limit(torch)
             elif not hasattr(torch.cuda, "_lazy_call"):
-                return False  # no queue would limit it later: check again before the next cell
-        # CuPy read its limit from the environment when it was imported; a user's own limit stays.
+                return False  # no queued call would limit torch later, so check again before the next cell
+        # CuPy read its limit from the environment when it was imported. A limit that the user has set is not changed.
         is_there = cupy is not None and self._applied_mib and not is_half_imported(cupy)
         if is_there and self._limit_mib is not None and self._is_free(CUPY_LIMIT):
             cupy.get_default_memory_pool().set_limit(size=self._limit_mib * _MIB)
         return True
 
     def _report_share(self, torch: ModuleType, cuda: Any) -> None:  # noqa: ANN401 - as above
-        """Make torch's functions report the allocator's limit, in bytes: (free, total)."""
+        """Make torch's functions report free and total memory according to the allocator's limit, in bytes."""
 
         def reporting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
             @functools.wraps(original)
-            def report(*device: Any, **named: Any) -> tuple[int, int]:  # noqa: ANN401 - whatever names a device to torch
+            def report(*device: Any, **named: Any) -> tuple[int, int]:  # noqa: ANN401 - anything that torch accepts as a device
                 free, total = original(*device, **named)
                 if self._limit_mib is None or self._is_told or self._environment.get(MEMORY_INFO) == "device":
                     return free, total
@@ -294,11 +293,11 @@ class MemoryLimits:
         for owner in (cuda, getattr(cuda, "memory", None), accelerator, getattr(accelerator, "memory", None)):
             for name in ("mem_get_info", "get_memory_info"):
                 original = getattr(owner, name, None)
-                if original is not None:  # after a reload: wrapped by the earlier extension
+                if original is not None:  # after a reload, the earlier extension has already wrapped it
                     setattr(owner, name, reporting(original.__wrapped__ if hasattr(original, _MARK) else original))
 
     def _limit(self, torch: ModuleType) -> None:
-        # Its releases differ in what a fraction is of, the size that the driver shows or the device's own.
+        # In some releases a fraction refers to the size that the driver shows, in others to the real size of the device.
         if self._limit_mib is not None and not self._is_told:
             self._torch.apply(torch, self._limit_mib)
 
@@ -307,7 +306,7 @@ class MemoryLimits:
         if mib is None:
             return
         hints = {
-            CUPY_LIMIT: str(mib * 2**20),  # bytes
+            CUPY_LIMIT: str(mib * 2**20),  # in bytes
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         }
@@ -318,7 +317,7 @@ class MemoryLimits:
             hints |= dict.fromkeys(_JAX_FRACTIONS, "")
             if all(
                 map(self._is_free, _JAX_FRACTIONS)
-            ):  # JAX refuses both names together: set only the one that this release reads
+            ):  # JAX refuses to start with both variables, so set only the one that this release reads
                 hints[_JAX_FRACTIONS[not self._reads(*_JAX_READER)]] = fraction
             if self._reads(*_TORCH_READER) and not self._is_told:
                 torch_settings = self._with_torch_fraction(fraction)
@@ -331,7 +330,7 @@ class MemoryLimits:
                 self._environment.pop(name, None)
 
     def _with_torch_fraction(self, fraction: str) -> dict[str, str]:
-        """Return the user's torch allocator settings, with the fraction unless the user has set one."""
+        """Return the user's settings for torch's allocator. Add the fraction, unless the user has set one."""
         before, self._torch_setting = self._torch_setting, f"{_TORCH_FRACTION}:{fraction}"
         settings = {
             name: [one for one in self._environment.get(name, "").split(",") if one not in ("", before)]
@@ -343,7 +342,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads the name. False for another process, whose packages are unknown."""
+        """Return whether the installed package reads this variable. Return False for another process, whose packages are unknown."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -359,12 +358,12 @@ def _positive(text: str | None) -> int | None:
 
 
 def reserved_mib() -> int | None:
-    """Return the MiB that torch, CuPy and JAX allocators hold, or None if unknown. Raises no CUDA errors."""
+    """Return how many MiB the allocators of torch, CuPy and JAX hold, or None if unknown. Raises no CUDA errors."""
     if any(name in sys.modules for name in _UNCOUNTED):
         return None
     try:
         counts = [count() for count in (_torch_reserved, _cupy_reserved, _jax_reserved)]
-    except (RuntimeError, AttributeError, KeyError, TypeError):  # half imported, or another version
+    except (RuntimeError, AttributeError, KeyError, TypeError):  # a module is half imported or has another version
         return None
     known = [count for count in counts if count is not None]
     return -(-sum(known) // _MIB) if known else None
@@ -383,13 +382,13 @@ def _torch_bytes(cuda: Any, index: int) -> int:  # noqa: ANN401 - as above
 
 
 def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
-    """Return whether the process has a context on the device, or may have."""
+    """Return whether the process has, or may have, a context on the device."""
     has_context = getattr(getattr(torch, "_C", None), "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(index))
 
 
 def _cupy_reserved() -> int | None:
-    """Return the current device's bytes; None if the pool is empty, as CuPy does not show whether it uses CUDA."""
+    """Return the bytes on the current device, or None if the pool is empty, because CuPy does not show whether it uses CUDA."""
     cupy = sys.modules.get("cupy")
     if cupy is None or is_half_imported(cupy):
         return None
@@ -405,21 +404,21 @@ def _jax_reserved() -> int | None:
     return sum(int(device.memory_stats()["pool_bytes"]) for device in client.local_devices())
 
 
-# Memory freed before a suspend need not be copied. Only frameworks that have initialised CUDA are called, on the kernel's idle main loop: a
-# garbage collection runs finalisers, which belong to the thread of the user's code. It takes tens of milliseconds, so it is skipped unless
-# a package with such objects is loaded.
+# Memory that is freed before a suspend need not be copied. Only frameworks that have initialised CUDA are called. This happens on the idle
+# main loop of the kernel, because a garbage collection runs finalisers, which must run in the thread of the user's code. A garbage
+# collection takes tens of milliseconds, so it is skipped unless a package whose objects own device memory is loaded.
 
 _HOLDERS = frozenset([
     "torch", "cupy", "jax", "tensorflow", "numba.cuda", "paddle", "mxnet", "warp", "taichi", "pycuda.driver", "cuda.core", "rmm",
     "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "fractional_gpu.gpu.simulated.cuda",
 ])  # fmt: skip
-"""Packages whose objects own device memory (`cuda.bindings` has plain numbers). A missing one costs copied bytes, never state."""
+"""Packages whose objects own device memory. A package that is missing here only means that more bytes are copied. No state is lost."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
 
 def free_caches() -> str:
-    """Collect garbage and empty caching allocators. Return what was done, for the broker's log. Raises no CUDA errors."""
+    """Collect garbage and empty the caching allocators. Return a description for the broker's log. Raises no CUDA errors."""
     done = []
     if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()
@@ -434,7 +433,7 @@ def free_caches() -> str:
             elif name == "cupy":
                 package.get_default_memory_pool().free_all_blocks()
                 package.get_default_pinned_memory_pool().free_all_blocks()
-        except (RuntimeError, AttributeError) as error:  # CUDA's errors; a module that is still being imported
+        except (RuntimeError, AttributeError) as error:  # CUDA failed, or a module is still being imported
             done.append(f"{name} failed: {error}"[:200])
         else:
             done.append(name)
@@ -444,9 +443,9 @@ def free_caches() -> str:
 def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limit_s: float = TIME_LIMIT_S) -> None:
     """Run `free_caches` on the main loop, and call `answer(word, detail)` once, from any thread. Never blocks.
 
-    The words: "done"; "managed" if the process cannot be saved; "busy" if the main loop was not free in time. While a cell waits for input,
-    nothing is freed and the suspend may continue. The same holds if the callback is late in a kernel with a GUI event loop, which may show
-    a dialog while the kernel idles.
+    The word is "done", "managed" if the process cannot be saved, or "busy" if the main loop was not free in time. While a cell waits for
+    input, nothing is freed and the suspend may continue. The same applies if the callback is late in a kernel with a GUI event loop, which
+    may show a dialog while the kernel is idle.
     """
 
     def leave(why: str) -> None:
@@ -456,10 +455,10 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
     if kernel.gate.is_running:
         answer("busy", "a cell runs")
         return
-    if kernel.inputs.waiting:  # this cell holds the main loop
+    if kernel.inputs.waiting:  # a cell that waits for input blocks the main loop
         leave("a cell waits for input")
         return
-    answered = threading.Lock()  # the timer or the callback: the first to take it answers
+    answered = threading.Lock()  # the timer and the callback try to take it, and the first one answers
 
     def give_up() -> None:
         late = f"the main loop was not free within {time_limit_s:g} s"
@@ -479,7 +478,7 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
         elif why_not := kernel.blockers.reason():
             answer("managed", why_not)
         else:
-            # The broker computes a context's size from what the allocators still hold.
+            # The broker computes the size of the context from the amount that the allocators still hold.
             done, held_mib = free_caches(), reserved_mib()
             answer("done", done if held_mib is None else f"{done}, reserved_mib={held_mib}")
 
@@ -491,18 +490,18 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
         leave("this kernel's main loop is not running")
 
 
-# The driver cannot checkpoint a process with managed (unified) memory or a profiler. The broker must know before it suspends. Nothing is
-# imported to find out:
+# The driver cannot checkpoint a process with managed (unified) memory or a profiler. The broker must know this before it suspends the
+# kernel. We detect it without importing anything:
 #
-# - At the first call of functions that allocate managed memory, choose rmm's memory resource, or subscribe a framework to NVIDIA's
-#   profiling interface (CUPTI). We cannot see it end, so the process counts as profiled until it exits.
-# - Before a suspend: rmm's current memory resource, torch's pluggable allocator, fbgemm_gpu's operators, variables that choose managed
-#   memory, and a profiler's library that a variable makes the driver load (Nsight Systems, Nsight Compute).
+# - We watch for the first call of functions that allocate managed memory, select a memory resource of rmm, or attach NVIDIA's profiling
+#   interface (CUPTI) to a framework. We cannot see when profiling ends, so the process counts as profiled until it exits.
+# - Before a suspend we check rmm's current memory resource, torch's pluggable allocator, the operators of fbgemm_gpu, variables that select
+#   managed memory, and variables that make the driver load a profiler's library (Nsight Systems or Nsight Compute).
 #
-# Ignored: a loaded `libcupti` (torch and JAX always link it), and `cudaProfilerStart`, which does nothing unless a tool is injected. Direct
-# driver calls (ctypes, an extension module) are not seen.
+# We ignore a loaded `libcupti`, because torch and JAX always link it, and `cudaProfilerStart`, which does nothing unless a tool is
+# injected. Direct calls to the driver, through ctypes or an extension module, are not detected.
 
-_MOST_RESOURCES = 20  # in a chain of rmm's
+_MOST_RESOURCES = 20  # in a chain of rmm resources
 
 
 def _cannot_save(what: str) -> str:
@@ -510,7 +509,7 @@ def _cannot_save(what: str) -> str:
 
 
 def _sets_managed_resource(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` gets a managed one."""
+    """Return whether rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` gets a managed resource."""
     return _is_managed(kwargs.get("mr", args[-1] if args else None))
 
 
@@ -525,7 +524,7 @@ def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return given and sys.modules.keys().isdisjoint(_SAVEABLE_ALLOCATORS)
 
 
-# Their pools (vLLM's sleep mode) use the driver's virtual memory calls, which reportedly work with checkpoints.
+# The pools of these allocators (for vLLM's sleep mode) use the driver's virtual memory calls, which reportedly work with checkpoints.
 _SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
 _BNB = "bitsandbytes.functional"
 _RMM = _cannot_save("managed memory through rmm")
@@ -540,7 +539,7 @@ _CALLS = (
     Call("pycuda.driver", ("pycuda.driver",), "managed_empty", _cannot_save("PyCUDA's managed arrays")),
     Call("cuda.bindings.driver", ("cuda.bindings.driver",), "cuMemAllocManaged", _BINDINGS),
     Call("cuda.bindings.runtime", ("cuda.bindings.runtime",), "cudaMallocManaged", _BINDINGS),
-    Call("cuda.cuda", ("cuda.cuda",), "cuMemAllocManaged", _BINDINGS),  # their names before 12.8
+    Call("cuda.cuda", ("cuda.cuda",), "cuMemAllocManaged", _BINDINGS),  # the module's name before 12.8
     Call("cuda.cudart", ("cuda.cudart",), "cudaMallocManaged", _BINDINGS),
     Call("rmm.mr", ("rmm.mr",), "set_current_device_resource", _RMM, _sets_managed_resource),
     Call("rmm.mr", ("rmm.mr",), "set_per_device_resource", _RMM, _sets_managed_resource),
@@ -551,7 +550,7 @@ _CALLS = (
 _FBGEMM_OPERATORS = frozenset(
     {"new_managed_tensor", "new_managed_tensor_meta", "new_unified_tensor", "new_vanilla_managed_tensor"}
 )
-_VARIABLES = (  # a variable, its values that choose managed memory (none: any), and the packages that read it
+_VARIABLES = (  # a variable, the values (or any) that select managed memory, and the packages that read the variable
     ("TF_FORCE_UNIFIED_MEMORY", ("1", "true"), ("tensorflow", "jax")),
     ("GGML_CUDA_ENABLE_UNIFIED_MEMORY", (), ("llama_cpp",)),
     ("FLAGS_use_cuda_managed_memory", ("1", "true", "yes", "on", "t", "y"), ("paddle",)),
@@ -583,7 +582,7 @@ PROFILERS = (
     Call("torch.autograd.profiler", ("torch.autograd.profiler",), "_enable_profiler", _TORCH, _traces_cuda),
     Call(_CUPTI_MONITOR, (_CUPTI_MONITOR,), "start_collection", _TORCH),
     Call("jax._src.profiler", _JAX_MODULES, "start_trace", _JAX),
-    Call("jax._src.profiler", _JAX_MODULES, "start_server", _JAX),  # traces whenever TensorBoard asks
+    Call("jax._src.profiler", _JAX_MODULES, "start_server", _JAX),  # TensorBoard may start a trace at any time
     Call(_TF_PROFILER, (_TF_PROFILER,), "start", _TENSORFLOW),
     Call(_TF_PROFILER, (_TF_PROFILER,), "start_server", _TENSORFLOW),
     Call(_PROTON[0], _PROTON, "start", _profiled_with("Triton's Proton")),
@@ -593,26 +592,26 @@ PROFILERS = (
 
 
 class CheckpointBlockers:
-    """Watches this process for calls that prevent a checkpoint. The first one reports a sentence, in the thread that made it."""
+    """Watches this process for calls that prevent a checkpoint. At the first one, a sentence is reported in the thread of that call."""
 
     def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
         self._report = report
         self.hooks = hooks or ImportHooks()
-        self.seen = ""  # the first finding, a sentence
+        self.seen = ""  # a sentence about the first call that was seen
 
     def install(self) -> None:
         for call in (*_CALLS, *PROFILERS):
             self.hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 
     def reason(self) -> str:
-        """Return in a sentence why the process cannot be checkpointed, or "". Call it only on the idle main loop."""
+        """Return a sentence that explains why the process cannot be checkpointed, or "". Call this only on the idle main loop."""
         if self.seen:
             return self.seen
         for find in (_rmm, _torch, _fbgemm, _unified, injected):
             try:
                 found = find()
             except (RuntimeError, AttributeError, OSError):
-                continue  # CUDA's errors; half imported or other versions; /proc cannot be read
+                continue  # CUDA failed, a module is half imported or has another version, or /proc cannot be read
             if found:
                 return found
         return ""
@@ -623,8 +622,8 @@ class CheckpointBlockers:
             self._report(sentence)
 
 
-def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - one of rmm's memory resources
-    """Return whether an rmm memory resource, or one upstream of it, allocates managed memory."""
+def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - a memory resource of rmm
+    """Return whether a memory resource of rmm, or a resource upstream of it, allocates managed memory."""
     for _ in range(_MOST_RESOURCES):
         if "Managed" in type(resource).__name__:
             return True
@@ -644,7 +643,7 @@ def _torch() -> str:
 
 
 def _fbgemm() -> str:
-    """Operators called from Python become attributes of torch's `_OpNamespace`."""
+    """Return a sentence if an operator for managed memory was called: called operators become attributes of torch's `_OpNamespace`."""
     torch = sys.modules.get("torch")
     if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
         return ""
@@ -661,7 +660,7 @@ def _unified() -> str:
 
 
 def injected() -> str:
-    """Return why the process cannot be saved if a variable injected a profiler's library into it, or ""."""
+    """Return the reason why the process cannot be saved if a variable injected a profiler's library into it, or ""."""
     for variable in _INJECTIONS:
         path = os.environ.get(variable)
         if path and (library := os.path.basename(os.path.realpath(path))) in mapped_files():  # noqa: PTH119 - cheap to import

@@ -1,6 +1,6 @@
-"""The extension of a kernel without a lease: `%gpu` prints why there is none, and a notice says so once.
+"""The extension for a kernel without a lease. `%gpu` prints why there is no lease, and a notice shows this once.
 
-Notebooks written for a share work here: `%gpu` lines print why they do nothing, and `%%gpu` and `%%cpu` act as comments.
+Notebooks that were written for a share still work: `%gpu` lines print why they do nothing, and `%%gpu` and `%%cpu` act as comments.
 """
 
 from typing import Any
@@ -39,18 +39,18 @@ class UnleasedKernel:
         self._registrations.undo()
 
     def become_inert(self) -> None:
-        """A forked child has nothing to undo."""
+        """Do nothing, because a forked child has nothing to undo."""
 
     def gpu(self, line: str) -> None:
         del line  # every command has the same answer
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
 
     def burst(self, line: str, cell: str) -> None:
-        """Run the cell. Only `run_cell_magic` gets here: a notebook's `%%gpu` line is removed before."""
+        """Run the cell. Only `run_cell_magic` calls this, because a `%%gpu` line in a notebook is removed earlier."""
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
-        """Run the cell. Like `burst`, only called by `run_cell_magic`."""
+        """Run the cell. Like `burst`, this is called only by `run_cell_magic`."""
         del line
         self._shell.run_cell(f"%%cpu\n{cell}").raise_error()
 

@@ -1,11 +1,11 @@
-"""The lease of this kernel, how it reaches its broker, and what a failed call means.
+"""The lease of this kernel, how the kernel reaches its broker, and what a failed call means.
 
-The environment is read once, at load, so a cell cannot move the kernel to another broker by changing `os.environ`. Each connection reads
-the token from its file. If the file was deleted, the last token is used, and the file restored for other programs (such as the next
-server).
+The environment is read only once, when the extension is loaded, so a cell cannot move the kernel to another broker by changing
+`os.environ`. Each connection reads the token from its file. If the file was deleted, the last token is used, and the file is restored for
+other programs, such as the next server.
 
-A cell can break its own process: replace standard library functions, use up descriptors, change the user. The resulting errors are
-`LOCAL_FAILURES`: restarting broker or kernel does not help.
+A cell can break its own process, for example by replacing functions of the standard library, using up all descriptors or changing the user.
+The resulting errors are `LOCAL_FAILURES`; restarting the broker or the kernel does not help.
 """
 
 import os
@@ -23,11 +23,11 @@ TOKEN_FILE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - the name of a variable tha
 NOTICE = "JUPYTER_GPU_NOTICE"
 
 _MAX_TOKEN = 1024
-_last_read: dict[str, str] = {}  # tokens by their files
+_last_read: dict[str, str] = {}  # the tokens, by the paths of their files
 _REVIVE_TIMEOUT_S = 30.0
 
 
-class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longer to define, at each kernel's start
+class Settings(NamedTuple):  # defining a frozen dataclass would take half a millisecond more at each kernel start
     lease_id: str
     socket_path: str
     token_file: str
@@ -40,13 +40,13 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         return Settings(lease_id, socket_path, token_file)
 
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
-        """Return a client with the lease's token; nothing is sent yet. Without a token the broker identifies the process."""
-        from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - costs time that a starting kernel does not have
+        """Return a client with the lease's token, without connecting it. If there is no token, the broker identifies the process."""
+        from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - would slow down the kernel's start
 
         return BrokerClient(self.socket_path, token=self._token(), timeout_s=timeout_s)
 
     def revive(self) -> None:
-        """Start the broker if none runs. Raises BrokerUnavailableError, with reason "timeout" if it does not answer."""
+        """Start a broker if none is running. Raises BrokerUnavailableError, with the reason "timeout" if the broker does not answer."""
         from fractional_gpu.client.discovery import ensure_broker  # noqa: PLC0415 - as above
         from fractional_gpu.client.http import ANSWER_S  # noqa: PLC0415 - as above
 
@@ -54,7 +54,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
     def restore_token_file(self) -> None:
-        """Restore a deleted token file. Call only while the lease lives: its end removes the file."""
+        """Restore the token file if it was deleted. Call this only while the lease exists, because the file is removed at its end."""
         token = _last_read.get(self.token_file)
         if token is None or os.path.lexists(self.token_file):
             return
@@ -63,9 +63,9 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         from fractional_gpu.host.files import make_private_folder, replace_file  # noqa: PLC0415 - as above
 
         path = Path(self.token_file)
-        with suppress(OSError):  # the broker's next command tries again
+        with suppress(OSError):  # at the next command of the broker, this is tried again
             make_private_folder(path.parent)
-            # Another user who can write the folder could replace the file.
+            # Another user who can write to the folder could replace the file.
             folder = path.parent.lstat()
             if stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o022:
                 replace_file(path, token.encode("ascii"))
@@ -84,11 +84,11 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
 
 LOCAL_FAILURES: tuple[type[Exception], ...] = (
     AttributeError,  # replaced functions of the standard library
-    ImportError,  # in a late import: changed `sys.path`, or files are gone
+    ImportError,  # a late import failed after a change of `sys.path` or of files
     LookupError,
     MemoryError,
-    OSError,  # no descriptors, no access
-    RuntimeError,  # no threads; also raised by packages that forbid sockets
+    OSError,  # no descriptors or no access
+    RuntimeError,  # no threads, or a package that forbids sockets
     TypeError,  # replaced functions
     ValueError,  # a closed descriptor
 )
@@ -96,7 +96,7 @@ _LOCAL_REASONS = frozenset({"no-descriptor", "no-access"})
 
 
 def is_local(error: Exception) -> bool:
-    """Return whether the call failed because of this process, not the broker."""
+    """Return whether the call failed because of this process and not because of the broker."""
     return getattr(error, "reason", None) in _LOCAL_REASONS or isinstance(error, LOCAL_FAILURES)
 
 
