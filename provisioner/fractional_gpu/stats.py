@@ -87,8 +87,8 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     """Return the centre of samples that scatter symmetrically about it, with its interval.
 
     The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are two such
-    averages. Outliers widen this interval, but hardly that of the sign test, so the function returns the narrower of the two. With the
-    interval of the sign test, it returns the median as the value. The samples must be independent and symmetrically distributed, like
+    averages. Outliers widen this interval, but have little effect on the sign test's interval, so the function returns the narrower of the
+    two. With the interval of the sign test, it returns the median as the value. The samples must be independent and symmetrically distributed, like
     differences of two similar quantities. Raises ValueError if there are no samples.
     """
     by_sign = median_estimate(samples, confidence)

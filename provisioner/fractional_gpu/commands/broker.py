@@ -251,7 +251,7 @@ def _lock_holders(socket: str) -> Iterator[int]:
     lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
     for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
         if pid.isdigit():
-            # Processes exit during the scan, and those of other users are unreadable.
+            # Processes exit during the scan, and other users' processes are unreadable.
             with suppress(OSError):
                 if any(_holds(pid, one, lock) for one in os.listdir(f"/proc/{pid}/fd")):  # noqa: PTH208 - as above
                     yield int(pid)

@@ -315,7 +315,7 @@ class Settings(HasTraits):
         return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
-        """Return those of the host's `devices` that this broker manages, in the order of their numbers. Raises ConfigError."""
+        """Return the devices among the host's `devices` that this broker manages, in the order of their numbers. Raises ConfigError."""
         if self.devices is None:
             return tuple(devices)
         found = [pools.find_devices(self.where("devices"), one, devices) for one in self.devices]

@@ -94,7 +94,7 @@ def install(
 
     `simulate` describes the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel. `name` and `display_name`
     replace the generated names, and are allowed only for a single fraction. The kernelspecs are installed for this `user`, below a `prefix`
-    (by default, that of the environment), or into a `directory`.
+    (by default, the environment's prefix), or into a `directory`.
 
     Raises BadRequestError if arguments contradict each other, NotFoundError if there is no such base, and FractionalGPUError if the folder
     cannot be written to or holds another kernelspec.
@@ -276,7 +276,7 @@ def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
     environment = {**os.environ, **(base.env or {})}
     if find_ipykernel(argv) is not None:
         # For jupyter_client, `python` is the server's own interpreter, so another server would use a different one. With the full path,
-        # programs such as jupytext would mistake our kernelspec for that of their own interpreter.
+        # programs such as jupytext would mistake our kernelspec for their own interpreter's.
         interpreter = find_interpreter(argv[0], environment) or argv[0]
         own = str(target.parent) in {*ENV_JUPYTER_PATH} - {*SYSTEM_JUPYTER_PATH}
         argv[0] = "python" if own and interpreter == sys.executable else interpreter

@@ -39,7 +39,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
-# The document of a live lease or seat may be replaced. That of an ended one never changes.
+# The document of a live lease or seat may be replaced, but the document of an ended lease or seat never changes.
 _SAVE_LEASE = """
 INSERT INTO leases (lease_id, uid, created_ms, document) VALUES (?, ?, ?, ?)
 ON CONFLICT (lease_id) DO UPDATE SET document = excluded.document WHERE leases.ended_ms IS NULL

@@ -94,7 +94,7 @@ class BudgetStatus(Struct, frozen=True, kw_only=True):
 
 
 class BudgetList(Struct, frozen=True, kw_only=True):
-    """The budgets that the peer may see: those of its user and the user's groups, or all budgets for administrators."""
+    """The budgets of the peer's user and of the user's groups, or all budgets if the peer is an administrator."""
 
     budgets: list[BudgetStatus]
     scope: str  # `all` or `own`

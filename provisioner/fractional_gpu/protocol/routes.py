@@ -1,7 +1,7 @@
 """All routes of the broker's API, in one table for the server, the client and docs/routes.md.
 
-The API is HTTP and JSON on a UNIX socket. In a path, `{lease}` stands for the id of a lease, and the other names work likewise. The fields
-of a GET request are sent in the query, and those of all other requests in the body. The broker identifies peers by their uid and by
+The API is HTTP and JSON on a UNIX socket. In a path, `{lease}` stands for the id of a lease, and the other names work likewise. A GET
+request sends its fields in the query, and all other requests send their fields in the body. The broker identifies peers by their uid and by
 `Authorization: Bearer TOKEN`.
 """
 

@@ -40,7 +40,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return the pids of kernels with leases from this socket's broker: those of this user, or of all users for root."""
+    """Return the pids of this user's kernels with leases from this socket's broker. For root, include the kernels of all users."""
     from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed only if no broker answers
 
     try:

@@ -114,7 +114,7 @@ def table(
     for row in rows:
         drawn.add_row(*(line(cell) for cell in row))
     room = _ENDLESS if width is None else max(width - len(indent), columns)
-    # This console is only for layout. Its size is not that of a terminal, and nothing is written to it.
+    # This console is only for layout. It does not have a terminal's size, and nothing is written to it.
     console = Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)
     lines = console.render_lines(drawn, console.options.update(width=room), pad=False)
     found: list[Text] = []
