@@ -385,10 +385,10 @@ class Salvage:
 
 
 # -- what is saved, and when -------------------------------------------------------------------------------------------
-# A swap channel saves one lease after another. So a set of leases can be saved if each suspend ends in time when they are saved in the order
-# of their deadlines. Dynamic programming over time finds the most valuable set (Lawler and Moore 1969; with a single deadline this is the
-# knapsack problem). With several channels, each takes the best set of the leases that the previous channels left. A suspend that cannot end
-# in time never begins, because the user could not save anything to disk while it lasts.
+# A swap channel saves one lease after another. So a set of leases can be saved if each suspend ends in time, in the order of their
+# deadlines. Dynamic programming over time finds the most valuable set (Lawler and Moore 1969; with a single deadline this is the knapsack
+# problem). With several channels, each takes the best set of the leases that the previous channels left. A suspend that cannot end in time
+# never begins, because the user could not save anything to disk while it lasts.
 #
 # The work is bounded. With many leases, time is divided into coarser slots, and durations are rounded up to whole slots. Leases that this
 # leaves out are then added wherever they fit. If the set needs more host memory than is left, only the most valuable subset that fits is

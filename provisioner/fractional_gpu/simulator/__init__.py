@@ -1,4 +1,4 @@
-"""The simulator: the arbiter in virtual time. Its errors are defined here."""
+"""The simulator runs the arbiter in virtual time. Its errors are defined here."""
 
 __all__ = ["SimulationError", "TraceError"]
 
@@ -8,4 +8,4 @@ class SimulationError(Exception):
 
 
 class TraceError(SimulationError):
-    """A trace file is malformed; the message names the file and the line."""
+    """A trace file is malformed. The message names the file and the line."""

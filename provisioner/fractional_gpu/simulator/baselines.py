@@ -1,7 +1,7 @@
-"""Baselines: what users do without this project, on the same trace, for comparison (docs/simulator.md describes them).
+"""Simulates the baselines, which are what users do without this project, on the same trace (docs/simulator.md describes them).
 
-A wait at the door, and a culled kernel's wait for GPUs, delay the rest of the session. Hosts are chosen by best fit: whole GPUs come from
-the host with the fewest free GPUs that suffice, a fraction from the device with the least room that suffices.
+A wait at the door, or a culled kernel's wait for GPUs, delays the rest of the session. Hosts are chosen by best fit. Whole GPUs come from
+the host with the fewest free GPUs among those that have enough, and a fraction from the device with the least room that is enough.
 """
 
 from collections import deque
@@ -19,10 +19,10 @@ from fractional_gpu.simulator.simulation import Progress, simulate
 from fractional_gpu.simulator.traces import Cell, Session
 
 BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-suspend", "time-slice")
-WAITING = frozenset(BASELINES) - {"time-slice"}  # where more devices mean shorter waits
+WAITING = frozenset(BASELINES) - {"time-slice"}  # baselines in which more devices mean shorter waits
 CULL_AFTER_MS = 3_600_000
 MPS_CLIENTS = 48  # CUDA contexts that a device's MPS server serves at once
-MPS_FILL_PERCENT = 50  # of a device that a cell fills while using it: an assumption, not measured
+MPS_FILL_PERCENT = 50  # how much of a device a cell fills while it uses the device; assumed, not measured
 
 
 def run_baseline(
@@ -36,10 +36,10 @@ def run_baseline(
     goal: Goal | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine; `rule` and `seed` are for baselines with the arbiter.
+    """Run one of `BASELINES` on a machine. `rule` and `seed` are for baselines that use the arbiter.
 
-    `progress` gets the number of ended sessions and the total. A run that can no longer meet the goal stops. Raises SimulationError for an
-    unknown name or a session that cannot be served.
+    `progress` is called with the number of ended sessions and the total. The run stops if it can no longer meet the goal. Raise
+    SimulationError for an unknown name or a session that cannot be served.
     """
     if name not in BASELINES:
         raise SimulationError(f"there is no baseline {name!r}; choose one of: {', '.join(BASELINES)}")
@@ -73,11 +73,11 @@ class _Kernel:
     session: Session
     next_cell: int = 0
     asked_ms: int = 0  # when it began to wait for GPUs, or its cell was requested
-    door_ms: int = 0  # waited at the door, not yet counted in a cell's lateness
-    wait_ms: int = 0  # waited for GPUs since, not yet counted as a cell's wait
-    visit: int = 0  # grows whenever the kernel acts: older plans to cull it are void
+    door_ms: int = 0  # its wait at the door, if not yet counted in a cell's lateness
+    wait_ms: int = 0  # its wait for GPUs since then, if not yet counted as a cell's wait
+    visit: int = 0  # grows whenever the kernel acts, which makes older plans to cull it void
     host: int = 0
-    devices: tuple[int, ...] = ()  # of its host
+    devices: tuple[int, ...] = ()  # its devices, as numbers on its host
     memory_mib: int = 0  # on each of them
 
     @property

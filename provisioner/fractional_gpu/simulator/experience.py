@@ -1,7 +1,7 @@
-"""Users' experience of sharing: cells' waits, waits at the door, lateness and stretch (defined in docs/simulator.md).
+"""Measures how users experience sharing, by cells' waits, waits at the door, lateness and stretch (docs/simulator.md defines them).
 
-Only GPU cells count. Times in ms, stretches in thousandths. A cell that runs out of memory has only a wait. The stretch is the
-bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
+Only GPU cells count. Times are in ms and stretches in thousandths. A cell that runs out of memory has a wait, but no lateness or stretch.
+The stretch is the bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ _SHORTEST_MS = 10_000  # the least run time that counts in a cell's stretch
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Sorted times in ms, zeros included; or stretches in thousandths."""
+    """Sorted times in ms, including zeros, or sorted stretches in thousandths."""
 
     ordered: tuple[int, ...] = ()
 
@@ -39,21 +39,24 @@ class Spread:
 
 
 def stretch_milli(late_ms: int, alone_ms: int) -> int:
-    """Return the stretch, in thousandths rounded down (at least 1000), of a cell that takes `alone_ms` alone and ends `late_ms` later."""
+    """Return the stretch of a cell that takes `alone_ms` alone and ends `late_ms` later.
+
+    It is in thousandths, rounded down, and at least 1000.
+    """
     return max(1000, (alone_ms + late_ms) * 1000 // max(alone_ms, _SHORTEST_MS))
 
 
 def nearest_rank(ordered: Sequence[int], percent: int) -> int:
-    """Return the smallest value that `percent` of the sorted values do not exceed, or 0 if there are none."""
+    """Return the smallest value that `percent` of the sorted values do not exceed, or 0 if there are no values."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A run's limits in ms; None: no limit.
+    """The limits that a run must meet, in ms. None means no limit.
 
-    `p95_wait_ms` and `p99_wait_ms` limit that percentile of the cells' waits, and of the sessions' waits at the door. `p95_late_ms`
-    limits the 95th percentile of a user's lateness, for 95 % of the users, and of the sessions' waits at the door.
+    `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of the cells' waits and of the sessions' waits at the door.
+    `p95_late_ms` limits the 95th percentile of each user's lateness, for 95 % of the users, and that of the sessions' waits at the door.
     """
 
     p95_wait_ms: int | None = None
@@ -77,10 +80,10 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """The number of waits that may still exceed a limit before their percentile does.
+    """The number of waits that may still exceed a limit before their percentile exceeds it, too.
 
-    The percentile p of n times (nearest rank) keeps a limit if and only if at most n - ceil(n p) of them exceed it, and times are only
-    added. So if more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.
+    The percentile p of n times (nearest rank) is within a limit if and only if at most n - ceil(n p) of the times exceed the limit. Times
+    are only added. So if more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.
     """
 
     limit_ms: int
@@ -97,7 +100,7 @@ class _Allowance:
 
 
 class UserExperience:
-    """The experience of a run's users. With a goal, `hopeless` says why it can no longer be met."""
+    """The experience of a run's users. If the run has a goal that it can no longer meet, `hopeless` says why."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
         self.waits_ms: dict[int, list[int]] = {}  # by host
@@ -126,13 +129,13 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a cell, still waiting, as soon as its wait exceeds the goal's limit with this index."""
+        """Count a cell that still waits, as soon as its wait exceeds the goal's limit with this index."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that begins after `wait_ms`. It already counts as overdue for the `overdue` shortest limits."""
+        """Count a cell that begins after `wait_ms`. It has already been counted as overdue for the `overdue` shortest limits."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
@@ -157,7 +160,7 @@ class UserExperience:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """The lateness of each user's cells, and their stretches in thousandths; both ordered by user name."""
+    """The lateness of each user's cells in ms, and their stretches in thousandths. Both are ordered by user name."""
 
     users: tuple[Spread, ...] = ()
     stretches: tuple[Spread, ...] = ()
@@ -172,11 +175,11 @@ class Lateness:
         return Spread.of(late_ms for user in self.users for late_ms in user.ordered)
 
     def percentile_of_users_ms(self, percent: int) -> int:
-        """Return this percentile over users of the 95th percentile of each user's lateness."""
+        """Return this percentile, over all users, of the 95th percentile of each user's lateness."""
         return nearest_rank(sorted(user.percentile_ms(95) for user in self.users), percent)
 
     def of_users(self) -> dict[str, float]:
-        """Return the 95th percentile of lateness, in seconds, of the median user, the 95th in a hundred, and the worst."""
+        """Return the 95th percentile of lateness in seconds, for the median user, the 95th user in a hundred and the worst user."""
         return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
 
     def stretch_of_users(self) -> dict[str, float]:
@@ -184,7 +187,7 @@ class Lateness:
         return {name: nearest_rank(ordered, percent) / 1000 for name, percent in _USERS}
 
     def jain(self) -> float:
-        """Return Jain's index of fairness over the users' mean lateness, (Σx)² / (n · Σx²); 1 if all are zero.
+        """Return Jain's index of fairness over the users' mean lateness, (Σx)² / (n · Σx²), or 1 if all are zero.
 
         Source: Jain, Chiu, Hawe, "A Quantitative Measure of Fairness", DEC-TR-301, 1984.
         """

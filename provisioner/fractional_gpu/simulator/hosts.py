@@ -1,7 +1,7 @@
-"""Several hosts under one clock, and the door that gives each session its host.
+"""Several hosts that share one clock, and the door that gives each session its host.
 
-docs/simulator.md describes the door's rules. The door knows what open sessions' leases may use on each host (a host's room is what its
-devices offer in the session's pool, less this), but not what kernels hold now or how busy devices are.
+docs/simulator.md describes the door's rules. The door knows how much the leases of open sessions may use on each host. A host's room is
+what its devices offer in the session's pool, minus this amount. The door does not know what kernels hold now or how busy devices are.
 """
 
 import random
@@ -24,7 +24,7 @@ def hosts_of(machine: Machine) -> tuple[Host, ...]:
 
 
 class Moments:
-    """Virtual time: one heap of moments for all hosts. Moments at the same time come in the order they were planned."""
+    """Virtual time, as one heap of moments for all hosts. Moments at the same time run in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -45,7 +45,10 @@ class Moments:
 
 
 class Leases:
-    """The lease that each session requests on each host, or None if the host can never serve it. Raises SimulationError if none can."""
+    """The lease that each session requests on each host, or None if the host can never serve the session.
+
+    Raise SimulationError if no host can serve a session.
+    """
 
     def __init__(self, hosts: Sequence[Host], trace: Sequence[Session]) -> None:
         kinds = {host: at for at, host in enumerate(dict.fromkeys(hosts))}
@@ -81,7 +84,7 @@ class DoorRule(StrEnum):
 
 
 class Door:
-    """`seed` is for the rule `RANDOM`, by which hosts with more devices get more sessions."""
+    """Chooses the host of each session. `seed` is for the rule `RANDOM`, with which hosts with more devices get more sessions."""
 
     def __init__(
         self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule = DoorRule.FIT, seed: int = 1
@@ -110,10 +113,10 @@ class Door:
         return min(able, key=lambda host: (self._rank(host, able[host]), host))
 
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
-        """Return a host's rank for a lease; the lowest is chosen.
+        """Return a host's rank for a lease. The host with the lowest rank is chosen.
 
-        If no host has enough room, kernels take turns, preferably with their own size: a kernel with 8 GPUs holds up one other of 8 GPUs,
-        but a whole host of kernels with one GPU.
+        If no host has enough room, kernels take turns, preferably with kernels of their own size. A kernel with 8 GPUs holds up only one
+        other kernel with 8 GPUs, but a whole host of kernels with one GPU.
         """
         room_mib = self._room_mib[host][lease.pool]
         if self.rule is DoorRule.MOST_FREE:

@@ -1,7 +1,7 @@
-"""Synthetic load: a group of notebook users with the statistics of a published trace or other habits (docs/simulator.md).
+"""Generates synthetic load, from notebook users with the statistics of a published trace or with other habits (docs/simulator.md).
 
-Each quantity of a session has its own random numbers, so changing one switch leaves the other draws alone. A seed gives the same trace
-on every machine.
+Each quantity of a session has its own random numbers, so that changing one option does not change the other quantities. A seed gives the
+same trace on every machine.
 """
 
 import random
@@ -41,32 +41,33 @@ class Load:
     """The behaviour of synthetic users, by default as in the published trace. Percentages are integers."""
 
     habit: Habit = Habit.PUBLISHED
-    # the next four apply to the published habit, not to other habits
+    # The next four apply only to the published habit.
     pace: Pace = Pace.LONG
     memory: Memory = Memory.SESSION
-    several_percent: int = SEVERAL_PERCENT  # of sessions use 4 or 8 GPUs
-    joint_percent: int = 0  # of users are in classes: sessions open within a minute, first cells begin within another
-    lunch_ms: int = 0  # starts between 12 and 1: only a teaching lab's cells begin in it
+    several_percent: int = SEVERAL_PERCENT  # percentage of sessions that use 4 or 8 GPUs
+    # Percentage of users in classes. A class opens its sessions within a minute, and begins its first cells within another minute
+    joint_percent: int = 0
+    lunch_ms: int = 0  # length of a break that starts between 12 and 1, in which only a teaching lab's cells begin
     weekends: bool = False  # the sixth and seventh day of a week are free
-    weekend_percent: int = 0  # of users work on a free day anyway, drawn for each day
-    time_zones: int = 1  # where users live, evenly around the clock
+    weekend_percent: int = 0  # percentage of users who work on a free day anyway, drawn for each day
+    time_zones: int = 1  # number of time zones in which users live, evenly around the clock
     ask_error_percent: int = 0  # standard deviation of log(memory asked for / memory used)
-    failed_swaps_percent: int = 0  # of swaps fail harmlessly, after their fixed time (`machine.Host`)
-    urgent_percent: int = 0  # of users, evenly spread, have priority 1
+    failed_swaps_percent: int = 0  # percentage of swaps that fail harmlessly, after their fixed time (`machine.Host`)
+    urgent_percent: int = 0  # percentage of users, evenly spread, who have priority 1
 
 
 # Signs that people give before running a cell, and groups of users.
 
 SIGN_MS = 60_000
-"""How long a sign of a front end lasts."""
+"""How long a sign from a front end lasts."""
 _MOST_FALSE = 50  # in one gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """The signs of coming cells: how early they come, and how many in 100 are false. 0 ms: no signs.
+    """The signs of coming cells. They have an advance in ms, where 0 means no signs, and a percentage of false signs.
 
-    A sign comes `foresight_ms` before each GPU cell, or at once if the person is quicker. False signs come at any time in a gap.
+    A sign comes `foresight_ms` before each GPU cell, or at once if the person runs the cell sooner. False signs come at any time in a gap.
     """
 
     foresight_ms: int = 0
@@ -93,7 +94,8 @@ class Group:
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
     """Return the sessions with their users' groups and pools.
 
-    Divides users, ordered by name, by the groups' weights. Classes have consecutive numbers, so they stay together where groups allow.
+    Users are ordered by name and divided by the groups' weights. The members of a class have consecutive numbers, so they stay in one group
+    if the groups allow this.
     """
     users = sorted({session.user for session in trace})
     whole = sum(group.weight for group in groups)
@@ -113,9 +115,9 @@ _USUAL = Load()
 def synthetic_sessions(
     users: int, days: int, seed: int, load: Load = _USUAL, progress: Callable[[int, int], None] = lambda *_: None
 ) -> list[Session]:
-    """Return the sessions of all users over all days, in the order they open.
+    """Return the sessions of all users on all days, in the order in which they open.
 
-    `progress` gets the number of user days done and the total.
+    `progress` is called with the number of user days done and the total.
     """
     sessions = []
     for day in range(days):
@@ -143,7 +145,7 @@ def _day(number: int, day: int, seed: int, load: Load) -> "_UserDay":
 _MINUTE_MS = 60_000
 _HOUR_MS = 60 * _MINUTE_MS
 _DAY_MS = 24 * _HOUR_MS
-# (probability, value) of a quantile function; in between, interpolate the logarithm
+# Pairs of a probability and a value of a quantile function. Between them, the logarithm is interpolated.
 _Points = Sequence[tuple[float, float]]
 _Machine = tuple[int, int]  # how many GPUs a session uses, and the MiB it holds on each
 
@@ -164,7 +166,7 @@ def _gpu_cell(start_ms: int, duration_ms: int, machine: _Machine, util_percent: 
 
 
 class _UserDay:
-    """One day of one user, in local time until `session`. `group`: the class of the working session, if any."""
+    """One day of one user. Times are local until `session`. `group` is the class of the working session, if any."""
 
     def __init__(self, number: int, day: int, seed: int, load: Load, group: int | None) -> None:
         self.load, self._seed, self._group = load, seed, group
@@ -179,7 +181,7 @@ class _UserDay:
         raise NotImplementedError
 
     def stream(self, what: str, session: str) -> random.Random:
-        """Return the random numbers for one quantity of a session or of the day."""
+        """Return the random number generator for one quantity of a session or of the day."""
         return random.Random(f"{self._seed}/{what}/{self._name}/{self._day}/{session}")  # noqa: S311 - a workload, not a secret
 
     def working_hours(self) -> tuple[int, int]:
@@ -217,19 +219,19 @@ class _UserDay:
         )
 
 
-# The published habit, from the trace at https://github.com/ds2-lab/NotebookOS-Dashboard: a working session and looks.
+# The published habit has a working session and short looks, from the trace at https://github.com/ds2-lab/NotebookOS-Dashboard.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PaceCurves:
-    """The quantile functions of a pace; times in s."""
+    """The quantile functions of a pace. Times are in seconds."""
 
     cell_s: _Points
     gap_s: _Points
     head_s: _Points  # from the opening to the first cell
-    cells: _Points | None  # of one working session; None: until it closes
-    looks: int  # a day, in addition to the working session
-    idle_looks_percent: int  # of the looks use no GPU
+    cells: _Points | None  # number of cells of a working session; None: as many as fit until it closes
+    looks: int  # number of looks a day, in addition to the working session
+    idle_looks_percent: int  # percentage of looks that use no GPU
 
 
 _PACES = {
@@ -329,22 +331,22 @@ class _PublishedDay(_UserDay):
         return gpus, max(1, round(_draw(self.stream("memory", which), points)))
 
 
-# Habits other than the published one. No trace shows them: their figures are assumptions, chosen to differ. All cells use the
-# GPU; a session holds memory from its first cell on.
+# Habits other than the published one. No trace shows them. Their figures are assumptions, chosen to differ from the published habit. All
+# cells use the GPU, and a session holds memory from its first cell on.
 
 _CLASS_MS = 90 * _MINUTE_MS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HabitCurves:
-    """The quantile functions of a habit; times in s, memory in MiB on each GPU, utilisation in percent."""
+    """The quantile functions of a habit. Times are in seconds, memory is in MiB on each GPU, and utilisation is in percent."""
 
     head_s: _Points  # from the opening to the first cell
     cell_s: _Points
     gap_s: _Points
     memory_mib: _Points
     util_percent: _Points
-    cells: _Points | None = None  # of a session; None: until it closes
+    cells: _Points | None = None  # number of cells of a session; None: as many as fit until it closes
     several_percent: int = 0
     several: tuple[int, ...] = ()  # how many GPUs a session with several may use
 

@@ -16,7 +16,7 @@ _PARTS = 100_000  # the unit of stretches
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A running cell: nominal time left in ns, as of `at_ms`. `version` grows whenever its end moves."""
+    """A running cell, with its nominal remaining time in ns as of `at_ms`. `version` grows whenever its end moves."""
 
     session_id: str
     util_percent: int
@@ -40,7 +40,7 @@ class SharedDevice:
         return self._ends(self.running.values() if self._share() else [cell])
 
     def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
-        """Return the cell, and the new ends of the cells whose end moved."""
+        """Remove the cell that has ended and return it, with the new ends of the cells whose end has moved."""
         self._advance(now_ms)
         cell = self.running.pop(session_id)
         cell.version += 1
@@ -88,7 +88,7 @@ class SwapSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The machine and its policy. Sessions that name no pool run in `pools[0]`."""
+    """A simulated machine and its policy. Sessions that name no pool run in `pools[0]`."""
 
     devices: tuple[DeviceSpec, ...]
     pools: tuple[PoolSpec, ...]
@@ -97,10 +97,10 @@ class Host:
     parallel_swaps: int = 1
     failed_swaps_percent: int = 0
     seed: int = 1  # for drawing failed swaps and false signs
-    signs: Signs = field(default_factory=Signs)  # given before cells
+    signs: Signs = field(default_factory=Signs)  # the signs that users give before cells
     slowdown: bool = True
     every_cell_asks: bool = False
-    request_percent: int = 100  # the part of its cap guaranteed to a session if the pool reserves by use
+    request_percent: int = 100  # the part of its cap that a session is guaranteed if the pool reserves by use
     patience_ms: int = 60_000  # a cell fails if it gets no more memory within this time
 
     @property
@@ -128,10 +128,10 @@ class Host:
 
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
-    """Return the smallest offered fraction (milli-GPU) of such a device that covers the session's request, and its cap.
+    """Return the smallest fraction on offer that covers the session's request on a device of this size, in milli-GPU, and its cap in MiB.
 
-    A session requests its peak memory unless it says otherwise; if it requests too much, it gets the largest fraction. Raises
-    SimulationError if no fraction covers the peak.
+    A session requests its peak memory unless it says otherwise. If it requests more than any fraction has, it gets the largest fraction.
+    Raise SimulationError if no fraction covers the peak.
     """
     peak, largest = max(1, session.peak_mib), max(pool.fractions_milli, default=1000)
     if peak <= device_mib * largest // 1000:

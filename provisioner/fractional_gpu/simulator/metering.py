@@ -1,8 +1,8 @@
-"""Meters a run in virtual time: how much its leases use, and how much power its devices draw.
+"""Meters a run in virtual time. It measures how much the leases use and how much power the devices draw.
 
-Each host has the broker's meter (`core.metering.meter`), which reads the arbiter's views and changes no decision. A device draws its
-idle power, plus the difference to peak power times the cells' use. Noise of n percent multiplies each power and each measured use by a
-normal factor around 1 with that deviation, at least `_LEAST`, by the seed. The power of swaps is left out.
+Each host has the broker's meter (`core.metering.meter`), which reads the arbiter's views and does not affect decisions. A device draws its
+idle power, plus the difference to its peak power multiplied by the cells' use. Noise of n percent multiplies each power and each measured
+use by a random factor of at least `_LEAST`, which has a normal distribution around 1 with that deviation. The power of swaps is left out.
 """
 
 import json
@@ -113,7 +113,7 @@ class HostMeter:
             meter.read_energy(0, BEGINS_MS, device_id, counter_mj=0)
 
     def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
-        """Tell the meter about the leases in an event and its effects."""
+        """Inform the meter about the leases in an event and its effects."""
         named = dict.fromkeys(getattr(effect, "lease_id", None) for effect in effects)
         for lease_id in dict.fromkeys(event.lease_ids) | named:
             if lease_id is not None:
@@ -140,7 +140,7 @@ class HostMeter:
         self.meter.moved(BEGINS_MS + at_ms, lease_id, mib)
 
     def works(self, at_ms: int, device_ids: Iterable[str], used: Mapping[str, tuple[int, int]]) -> None:
-        """Note the cells now running: by lease, the cell's number and its use of each device, thousandths."""
+        """Record the cells that run now. `used` has, by lease, the cell's number and its use of each device in thousandths."""
         cells = {lease_id: self._work(lease_id, *cell) for lease_id, cell in used.items()}
         for device_id in device_ids:
             device = self._devices[device_id]
@@ -155,10 +155,10 @@ class HostMeter:
         return self._devices[device_id].drawn_uj
 
     def read(self, at_ms: int) -> None:
-        """Read all counters. The simulation asks so that no interval between readings crosses an hour."""
+        """Read all counters. The simulation calls this so often that no interval between readings crosses an hour."""
         wall = BEGINS_MS + at_ms
         if not wall % HOUR_MS:
-            wall -= 1  # what ends now belongs to the past hour
+            wall -= 1  # the interval that ends now belongs to the past hour
         for device_id, device in self._devices.items():
             self._advance(device, at_ms)
             utilisation = {
@@ -207,7 +207,7 @@ _FORMAT, _VERSION = "jupyter-gpu-usage", 1
 
 
 def write_usage(path: Path, meter: RunMeter, hosts: Sequence[Host]) -> None:
-    """Write a finished run's rows, without zero figures. Equal runs give equal bytes. Raises OSError."""
+    """Write the rows of a finished run, without figures that are zero. Equal runs give equal bytes. Raise OSError if writing fails."""
     pools: dict[str, dict[str, Any]] = {}
     for number, host in enumerate(hosts):
         prefix = f"host-{number}/" if len(hosts) > 1 else ""

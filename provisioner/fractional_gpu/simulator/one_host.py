@@ -1,6 +1,7 @@
-"""One host in virtual time: its arbiter, devices and sessions.
+"""Runs one host, with its arbiter, devices and sessions, in virtual time.
 
-docs/simulator.md states the assumptions on asking, thinking, swaps, sharing, preemption and growing. Users: `experience`.
+docs/simulator.md states the assumptions about asking, thinking, swaps, sharing, preemption and growing. `experience` measures how users
+experience the run.
 """
 
 import random
@@ -57,12 +58,12 @@ from fractional_gpu.simulator.traces import Cell, Session
 Watch = Callable[[Event, Sequence[Effect]], None]
 
 _MEASURED_MS = 2_000  # the time between the broker's measurements
-_REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many: the session never runs
+_REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many leases, so the session never runs
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The state that a run's hosts share. `over` is called when a session's lease ends, `ended` when the session is over."""
+    """The state that the hosts of a run share. `over` is called when a session's lease ends, and `ended` when the session is over."""
 
     moments: Moments
     accounts: Accounts
@@ -79,20 +80,20 @@ class Kernel:
     spec: LeaseSpec
     state: LeaseState | None = None
     device_ids: tuple[str, ...] = ()
-    reserved_mib: int = 0  # on each of its devices: how much it may use
-    memory_mib: int = 0  # how much its process holds on each, or saved from each on the host
+    reserved_mib: int = 0  # how much it may use on each of its devices
+    memory_mib: int = 0  # how much its process holds on each device, or how much was saved from each to the host
     next_cell: int = 0
     asked_ms: int = 0
     waiting: bool = False
     growing: bool = False  # let in, but short of memory for its cell
-    short_ms: int = 0  # since when, if growing
+    short_ms: int = 0  # since when it has been short of memory, if it is growing
     running: Running | None = None
     unfinished: Running | None = None  # a preempted cell
     began_ms: int = 0  # when the running cell was last let in
-    ran_ms: int = 0  # how long the last cell ran in all until it was stopped
+    ran_ms: int = 0  # how long the last cell had run in total when it was stopped
     swaps: int = 0
-    resume_fails: bool = False  # the current resume
-    early_mib: int = 0  # memory resumed before a cell asked for it, until one does
+    resume_fails: bool = False  # the current resume will fail
+    early_mib: int = 0  # memory that was resumed before a cell asked for it; 0 once a cell has asked
     overdue: int = 0  # how many of the goal's limits its cell's wait exceeds
     over: bool = False
 
@@ -135,7 +136,7 @@ class HostRun:
         self._run.moments.at(self.now_ms + wait_ms, act)
 
     def send(self, event: Event) -> None:
-        """Send an event to the arbiter and carry out its effects, then events that result."""
+        """Send an event to the arbiter, carry out the effects, and then send the events that result from them."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -158,7 +159,7 @@ class HostRun:
             self.accounts.drop_saved(self.number, kernel.total_mib)
 
     def count_vain(self, kernel: Kernel) -> None:
-        """Count a kernel's early resume as vain if no cell followed."""
+        """Count a kernel's early resume as wasted if no cell followed."""
         self.result.vain_mib += kernel.early_mib
         kernel.early_mib = 0
 
@@ -287,7 +288,7 @@ class HostRun:
             self._grow(kernel)
             return
         kernel.waiting = True
-        if cell.gpus:  # count it against the goal as soon as its wait exceeds a limit, not only when it begins
+        if cell.gpus:  # the cell counts against the goal as soon as its wait exceeds a limit, not only when it begins
             for limit, limit_ms in enumerate(self.experience.wait_limits_ms):
                 self.after(limit_ms + 1, partial(self._overdue, kernel, kernel.next_cell, limit))
         self.send(Wanted(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
@@ -320,7 +321,7 @@ class HostRun:
             plan = partial(self._give_up, kernel, kernel.next_cell, self.now_ms)
             patience_ms = self.host.patience_ms if need_mib <= kernel.spec.reserve_mib else 0
             self.after(patience_ms, plan)
-        kernel.growing = mib < need_mib  # before measuring: the answer may let it grow at once
+        kernel.growing = mib < need_mib  # set before the measurement, whose answer may let it grow at once
         if kernel.cell.gpus:
             self._measure(kernel, None)
         if mib == need_mib:
@@ -328,7 +329,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Measure again, as the broker does: the use of a cell still running, and that its memory stopped growing."""
+        """Measure again, as the broker does. This reports the use of a cell that still runs, and that its memory no longer grows."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None
@@ -339,7 +340,7 @@ class HostRun:
         self.send(LeasesMeasured(at_ms=self.now_ms, measurements=(one,)))
 
     def _give_up(self, kernel: Kernel, cell: int, since_ms: int) -> None:
-        """Fail a cell if short of memory since `since_ms`, as allocations fail at a framework's limit."""
+        """Fail a cell that has been short of memory since `since_ms`, as allocations fail at a framework's limit."""
         if kernel.growing and (kernel.next_cell, kernel.short_ms) == (cell, since_ms):
             kernel.growing = False
             self.result.out_of_memory += 1
@@ -354,7 +355,7 @@ class HostRun:
             kernel.overdue = 0
 
     def _run_cell(self, kernel: Kernel) -> None:
-        """Run the cell on the kernel's devices; neighbours on the first one slow it down."""
+        """Run the cell on the kernel's devices. Neighbours on the first device slow it down."""
         cell = kernel.cell
         self._begins(kernel)
         running, kernel.unfinished = kernel.unfinished, None
@@ -387,7 +388,7 @@ class HostRun:
         kernel = self.kernels[running.session_id]
         self._stop(kernel)
         if kernel.cell.gpus:
-            if kernel.ran_ms >= _MEASURED_MS:  # of a shorter cell the broker has no whole measurement
+            if kernel.ran_ms >= _MEASURED_MS:  # the broker has no complete measurement of a shorter cell
                 worked_ms = kernel.cell.util_percent * kernel.cell.duration_ms
                 self._measure(kernel, worked_ms * 10 // kernel.ran_ms)
             alone_ms = kernel.cell.duration_ms
@@ -427,7 +428,10 @@ class HostRun:
             self._save(kernel, effect)
 
     def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
-        """If more would be saved than is reserved, ask for the difference or leave the kernel, as the broker does."""
+        """Ask for more host memory if the suspend would save more than is reserved. If it is not granted, leave the kernel as it is.
+
+        The broker does the same.
+        """
         need_mib = kernel.total_mib
         self.send(
             HostMemoryNeeded(
@@ -505,7 +509,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel) -> bool:
-        """Return whether the swap that begins fails: drawn for each swap of each session, independent of others."""
+        """Return whether the swap that begins will fail. This is drawn independently for each swap of each session."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"

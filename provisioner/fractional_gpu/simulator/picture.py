@@ -1,4 +1,4 @@
-"""A report of the runs as one HTML file: only SVG, no script, nothing loaded from elsewhere; for light and dark screens."""
+"""Writes a report of the runs as one HTML file for light and dark screens. It uses only SVG, has no script and loads nothing."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from fractional_gpu.simulator.result import Result, Timeline
 from fractional_gpu.svg import Frame, Svg, count_axis, element
 
 _FRAME = Frame(width=900, height=240, left=60, right=20, top=12, bottom=44)
-_STYLES = 7  # of runs, in the page's stylesheet
+_STYLES = 7  # number of styles for runs in the page's stylesheet
 _STEPS = 600  # more points would look the same
 _MINUTE_MS = 60_000
 _HOUR_MS = 60 * _MINUTE_MS
@@ -29,10 +29,10 @@ _MOST_DECADES_WITH_2_AND_5 = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
-    """The input of the runs: the first run's users and GPUs, and the command's input.
+    """The input of the runs, which is the users and GPUs of the first run and the input of the command.
 
-    `whole_gpus` is the most GPUs that open sessions would have reserved at once. `policy` is the configuration file's text. With
-    `hours_of_day`, the trace begins at midnight.
+    `whole_gpus` is the largest number of GPUs that open sessions would have reserved at the same time. `policy` is the text of the
+    configuration file. `hours_of_day` is true if the trace begins at midnight.
     """
 
     users: int
@@ -126,7 +126,7 @@ def _over_time(
 
 
 def _steps(at_ms: Sequence[int], values: Sequence[int], since_ms: int, until_ms: int) -> list[int]:
-    """Return the largest value in each equal step of time, so that no peak is lost."""
+    """Return the largest value in each of several equal steps of time, so that no peak is lost."""
     steps: list[int] = []
     last = at = 0
     for step in range(_STEPS + 1):
@@ -155,7 +155,7 @@ def time_axis(timelines: Sequence[Timeline], *, hours_of_day: bool) -> tuple[Axi
 
 
 def _time_of_day(at_ms: int) -> str:
-    """Return `09:30`; midnights after the first name the day."""
+    """Return the time of day, such as `09:30`. Midnights after the first also name the day."""
     day, rest_ms = divmod(at_ms, _DAY_MS)
     return (
         f"day {day + 1}" if day and not rest_ms else f"{rest_ms // _HOUR_MS:02}:{rest_ms % _HOUR_MS // _MINUTE_MS:02}"

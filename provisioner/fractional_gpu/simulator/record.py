@@ -1,4 +1,4 @@
-"""The record of a run, one JSON object per line (docs/simulator-files.md), and its replay. Equal runs give equal bytes."""
+"""Records a run, with one JSON object per line (docs/simulator-files.md), and replays it. Equal runs give equal bytes."""
 
 import gzip
 import hashlib
@@ -34,7 +34,7 @@ _EVENTS: dict[str, type[Event]] = {
 
 
 def digest(effects: Sequence[Effect]) -> str:
-    """Return a digest of the effects, the same on every machine."""
+    """Return a digest of the effects. It is the same on every machine."""
     return _digest(_plain(effects))
 
 
@@ -63,7 +63,7 @@ def recording(
             file: IO[bytes] | gzip.GzipFile = opened.enter_context(path.open("wb"))
         except OSError as error:
             raise SimulationError(f"the log {path} cannot be written: {error.strerror}") from error
-        if path.suffix == ".gz":  # no name or time in its header: equal runs give equal bytes
+        if path.suffix == ".gz":  # its header has no name or time, so that equal runs give equal bytes
             file = opened.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0))
         log = EventLog(opened.enter_context(TextIOWrapper(file, encoding="ascii", newline="\n")))
         hosts = [asdict(host) for host in hosts_of(machine)]
@@ -106,9 +106,9 @@ class _Line(msgspec.Struct):
 
 
 def replay(path: Path) -> tuple[int, int]:
-    """Replay the events with a new arbiter for each host. Returns the numbers of events and effects.
+    """Replay the events with a new arbiter for each host. Return the numbers of events and effects.
 
-    Raises TraceError for an unreadable log, SimulationError at the first event whose effects differ.
+    Raise TraceError if the log is unreadable, and SimulationError at the first event whose effects differ.
     """
     events_seen = effects_seen = 0
     try:

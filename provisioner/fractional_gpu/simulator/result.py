@@ -1,6 +1,7 @@
 """The figures of a run, and the accounts that keep them up to date.
 
-Accounts count memory that kernels hold, not reserve, so that `out_of_memory` counts what a real driver would have refused.
+Accounts count the memory that kernels hold, not the memory that they reserve, so that `out_of_memory` counts what a real driver would have
+refused.
 """
 
 from array import array
@@ -25,7 +26,7 @@ from fractional_gpu.simulator.traces import Session
 
 @dataclass(slots=True)
 class Timeline:
-    """A run's moments, as columns: a day of ten thousand users has a million. `at_ms` never falls."""
+    """The moments of a run, stored in columns, because a day of ten thousand users has a million moments. `at_ms` never falls."""
 
     at_ms: "array[int]" = field(default_factory=partial(array, "q"))
     devices_held: "array[int]" = field(default_factory=partial(array, "i"))  # devices on which memory is held
@@ -47,7 +48,7 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The figures of a run. GPU time is in milli-GPU times ms: one GPU for a second is 1,000,000.
+    """The figures of a run. GPU time is in milli-GPU times ms, so one GPU for a second is 1,000,000.
 
     `finish` computes waits and lateness from `experience`, and forecast errors from each host's `errors`.
     """
@@ -61,21 +62,21 @@ class Result:
     gpu_cells: int
     devices: int
     hosts: int = 1
-    reserved: int = 0  # whole GPUs that sessions would have reserved from open to close
-    busy: int = 0  # GPU cells, each counted as the GPUs it uses
-    held: int = 0  # devices on which memory is held
+    reserved: int = 0  # time of the whole GPUs that sessions would have reserved from open to close
+    busy: int = 0  # time of GPU cells, multiplied by the number of GPUs that each uses
+    held: int = 0  # time of the devices on which memory is held
     peak_devices_held: int = 0
-    owned: int = 0  # all devices, from the first session's opening to the last closing
+    owned: int = 0  # time of all devices, from the first session's opening to the last session's closing
     waits: Spread = field(default_factory=Spread)
     host_p95_ms: tuple[int, ...] = ()  # the 95th percentile of the waits on each host, sorted
-    doors: Spread = field(default_factory=Spread)  # one for each session
+    doors: Spread = field(default_factory=Spread)  # the wait of each session at the door
     lateness: Lateness = field(default_factory=Lateness)
-    hopeless: str = ""  # why the run stopped early; the figures cover it up to there
+    hopeless: str = ""  # why the run stopped early; its figures then end there
     suspends: int = 0
     resumes: int = 0
     failed_swaps: int = 0  # suspends and resumes that began and changed nothing
-    early_resumes: int = 0  # before a cell asked, since one was expected
-    vain_mib: int = 0  # what these moved to devices without a cell following
+    early_resumes: int = 0  # resumes that began before a cell asked, because one was expected
+    vain_mib: int = 0  # memory that early resumes moved to devices although no cell followed
     preemptions: int = 0
     moved_mib: int = 0
     host_peak_mib: int = 0  # the most saved on one host
@@ -179,7 +180,7 @@ def _merged_errors(errors: Sequence[Sequence[ForecastError]]) -> dict[str, dict[
 
 
 class Accounts:
-    """The books of a run on all its hosts. The run updates `running_gpus` and `waiting`. Host numbers start at 0."""
+    """The accounts of a run on all its hosts. The run itself updates `running_gpus` and `waiting`. Host numbers start at 0."""
 
     def __init__(self, result: Result, hosts: Sequence[Host]) -> None:
         self.result = result

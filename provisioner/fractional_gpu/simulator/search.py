@@ -1,4 +1,4 @@
-"""Finds the fewest devices, or hosts, that meet a goal, by running the same trace with different numbers."""
+"""Finds the fewest devices or hosts that meet a goal, by running the same trace with different numbers of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,11 +15,11 @@ _STAYS_MS = 120_000  # how long a kernel counts as on its device after a cell
 def fewest(
     run: Callable[[int], Result], goal: Goal, most: int, *, least: int = 1, start: int = 1, counted: str = "devices"
 ) -> Result:
-    """Return the run with the fewest devices (or other `counted` units), from `least` to `most`, that meets the goal.
+    """Return the run that meets the goal with the fewest devices (or other `counted` units), from `least` to `most`.
 
-    The search begins at `start` and goes up or down, first by an eighth, then by twice as much each time, until one number meets the goal
-    and a smaller one misses it; then it bisects. More devices do not always mean shorter waits (docs/simulator.md), so a much smaller
-    number may meet the goal too. Raises SimulationError if `most` are too few.
+    The search begins at `start` and goes up or down, first by an eighth and then by twice as much each time, until one number meets the
+    goal and a smaller number misses it. Then it bisects. More devices do not always mean shorter waits (docs/simulator.md), so a much
+    smaller number may meet the goal, too. Raise SimulationError if even `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
@@ -45,9 +45,9 @@ def fewest(
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
-    """Return the most devices that cells' fractions fill at once, which is about the number that short waits need.
+    """Return how many devices the fractions of cells fill at most at any time. Short waits need about this number of devices.
 
-    Each cell takes its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raises
+    Each cell takes up its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raise
     SimulationError for a session that the host cannot serve.
     """
     most = _most_at_once(
@@ -61,7 +61,10 @@ def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = Fal
 
 
 def devices_for_sessions(trace: Sequence[Session], host: Host) -> int:
-    """Return the most devices that open sessions' fractions fill at once. Raises SimulationError."""
+    """Return how many devices the fractions of open sessions fill at most at any time.
+
+    Raise SimulationError for a session that the host cannot serve.
+    """
     most = _most_at_once(
         (session.open_ms, session.close_ms, session.gpus * _milli(session, host, whole=False)) for session in trace
     )

@@ -1,7 +1,7 @@
-"""Virtual time: a trace of notebook sessions drives the arbiter that the broker drives in real time, one per host.
+"""Simulates a trace of notebook sessions in virtual time. Each host has the arbiter that the broker uses in real time.
 
-One heap holds the (time, order) moments of all hosts; an arbiter's effects return as later moments. Nothing depends on a clock or on
-hash order. A session gets its host when it opens (`hosts`) and stays there; `one_host` runs it.
+One heap holds the moments of all hosts, ordered by time and then by the order of planning. An arbiter's effects come back as later moments.
+Nothing depends on a clock or on hash order. A session gets its host when it opens (`hosts`) and stays there, and `one_host` runs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ def simulate(
     meter: RunMeter | None = None,
     judged: Callable[[ForecastOutcome], None] | None = None,
 ) -> Result:
-    """Run the trace on one host, or on several that `door` chooses from (default: `DoorRule.FIT`).
+    """Run the trace on one host, or on several hosts from which `door` chooses (by default with `DoorRule.FIT`).
 
-    `watch` gets every event and its effects; `progress` the number of ended sessions and the total; `judged` each forecast and its outcome.
-    `meter` changes no decision. The run stops once it can no longer meet the `goal`. Raises
-    SimulationError for a session that no host can serve.
+    `watch` is called with every event and its effects, `progress` with the number of ended sessions and the total, and `judged` with each
+    forecast and its outcome. `meter` does not affect decisions. The run stops once it can no longer meet the `goal`. Raise SimulationError
+    for a session that no host can serve.
     """
     hosts = hosts_of(machine)
     gate = door if door is not None else Door(hosts, trace)

@@ -1,6 +1,6 @@
-"""Session traces: each notebook session's cells, and when it was open, in two CSV files (columns: docs/simulator-files.md).
+"""Reads and writes session traces. They consist of two CSV files with sessions and their cells (docs/simulator-files.md).
 
-In memory all values are integers: milliseconds, MiB, percent.
+In memory, all values are integers, in milliseconds, MiB or percent.
 """
 
 import csv
@@ -72,7 +72,7 @@ _HIGHEST_PRIORITY = 1000
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One executed cell: times in ms, memory in MiB, GPU utilisation in percent."""
+    """One executed cell. Times are in ms, memory is in MiB, and GPU utilisation is in percent."""
 
     start_ms: int
     duration_ms: int
@@ -83,9 +83,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One kernel, its cells ordered by start. `gpus` and `gpu_mib` are what it would have reserved.
+    """One kernel with its cells, ordered by start. `gpus` and `gpu_mib` are what it would have reserved.
 
-    `asked_mib`: requested on each GPU; 0: what it needs. `pool` is empty for the default pool.
+    `asked_mib` is the memory that it requests on each GPU, or 0 to request what it needs. `pool` is empty for the default pool.
     """
 
     session_id: str
