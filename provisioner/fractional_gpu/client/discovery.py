@@ -1,8 +1,8 @@
 """Finds the broker's socket, and starts a broker on it.
 
 - The socket is `$JUPYTER_GPU_SOCKET`, else the system service's socket, else a socket in the user's Jupyter runtime folder. If several
-  hosts share this folder (a home on NFS), each host has a subfolder. Clients send connection keys to the socket, so only this user or root may
-  write to its folder.
+  hosts share this folder (a home on NFS), each host has a subfolder. Clients send connection keys to the socket, so only this user or root
+  may write to its folder.
 - A missing broker is started, except in two cases. A system service is started by its administrator. In a job or pod no broker is started,
   because it would end with the job or pod. Concurrent starters do not conflict: each succeeds once *a* broker serves.
 - A broker writes its start command to `broker.json`, next to the socket and in its state folder. With this command, a kernel in
