@@ -1,15 +1,15 @@
-"""Waiting for the GPU: one ticket per kernel for all its waiting cells, and the first grant after a start.
+"""Waiting for the GPU: one ticket for all waiting cells of a kernel, and the first grant after a start.
 
 Two threads take part in a wait:
 
-- The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, so that it can be interrupted:
-  on the main thread SIGINT puts a note into the queue. Subshell threads get no signals and wait for the broker's answer.
+- The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes and never on a socket, so that it can be
+  interrupted: on the main thread, SIGINT puts a note into the queue. Subshell threads get no signals and wait for the broker's answer.
 - The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and puts each line into every queue. The first waiting cell starts
-  it, later ones join, and the last to leave closes the connection, which withdraws the ticket.
+  the thread, and later cells join. The last cell to leave closes the connection, which withdraws the ticket.
 
-If a call breaks or fails, the broker is restarted and the call repeated; after `MAX_FRUITLESS` breaks in a row without a line, the cell is
-refused. A process that can make no more calls (`is_local`) waits while the broker's commands still arrive: the broker sees a busy kernel
-without a ticket, files one and opens the gate when its turn comes.
+If a connection breaks or a call fails, the broker is restarted and the call is repeated. After `MAX_FRUITLESS` breaks in a row without a
+line, the cell is refused. If this process can no longer make calls (`is_local`), it waits as long as the broker's commands still arrive.
+The broker then sees a busy kernel without a ticket, files a ticket for it, and opens the gate when its turn comes.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ QUIET_S = 0.15
 POLL_S = 0.5
 MAX_FRUITLESS = 5
 LONGEST_PAUSE_S = 5.0
-_CALL_AGAIN_S = 1.0  # of a process that cannot call the broker
+_CALL_AGAIN_S = 1.0  # the pause of a process that cannot call the broker
 
-# The notes in a waiter's queue, besides `Progress` and RefusedError:
+# The notes in a waiter's queue, in addition to `Progress` and RefusedError:
 OPENED = "opened"  # the gate was opened, by the grant or by a command of the broker
 INTERRUPTED = "interrupted"
-FREE = "free"  # the main loop runs again: ends a wait of `LoopWatch`
+FREE = "free"  # the main loop runs again, which ends a wait of `LoopWatch`
 REVIVING = "The GPU broker does not answer; restarting it."
 _CANNOT_ASK = "This kernel cannot request the GPU ({why}). The broker knows that the cell is waiting, and grants it the GPU in turn."
 _UNREACHABLE = (
@@ -55,31 +55,31 @@ _THREAD_ENDED = "The thread that requests the GPU ended unexpectedly; see the ke
 
 
 class RefusedError(Exception):
-    """The GPU was refused; the text says why and what to do."""
+    """The GPU was refused. The text says why and what to do."""
 
 
 Waiter = SimpleQueue["str | RefusedError | Progress"]
 
 
 class _Ticket:
-    """Shared by the ticket's thread and the waiting cells. The cells close `client` to withdraw the ticket."""
+    """A ticket, shared by its thread and the waiting cells. The cells close `client` to withdraw the ticket."""
 
     def __init__(self) -> None:
         self.withdrawn = threading.Event()
         self.client: BrokerClient | None = None
         self.last: Progress | None = None  # the broker's last line on this connection
-        self.breaks = 0  # of connections
-        self.fruitless = 0  # breaks in a row without a line
+        self.breaks = 0  # how many connections broke
+        self.fruitless = 0  # how many connections in a row broke without a line
 
     def withdraw(self) -> None:
-        # Before the connection is closed: a thread that opens one just now sees the flag at the broker's first line.
+        # Set the flag before closing the connection. A thread that is just opening a connection sees the flag at the first line.
         self.withdrawn.set()
         if self.client is not None:
             self.client.close()
 
 
 class Acquirer:
-    """Holds one kernel's ticket while cells wait. `is_reachable`: whether the broker's commands reach this process."""
+    """Holds the ticket of a kernel while cells wait. `is_reachable` returns whether the broker's commands reach this process."""
 
     _watch = False
 
@@ -92,17 +92,17 @@ class Acquirer:
         self._ticket: _Ticket | None = None
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
-        """Wait until the gate is open, and enter `mark` as running in the same step. Without `line`, show nothing.
+        """Wait until the gate is open, and register `mark` as running in the same step. If `line` is None, show nothing.
 
-        Raises RefusedError or KeyboardInterrupt. After an interrupt, the caller must remove `mark`, which may have entered.
+        Raises RefusedError or KeyboardInterrupt. After an interrupt, the caller must remove `mark`, because it may be registered.
         """
         waiter: Waiter = SimpleQueue()
         on_open = partial(waiter.put, OPENED)
         entered = False
         with interrupts_to(waiter):
-            while not entered:  # repeated if a preemption shut the gate before this thread entered
+            while not entered:  # repeat this if a preemption shut the gate before this thread entered
                 opened = overlaps = False
-                # Before the ticket is filed: from now on the gate answers "busy" to a close, and no opening is missed.
+                # Do this before the ticket is filed. From now on the gate answers "busy" to a close, and no opening is missed.
                 self._gate.start_waiting(on_open)
                 try:
                     self.join(waiter)
@@ -114,7 +114,7 @@ class Acquirer:
                     entered = entered or mark is None
 
     def hold(self, waiter: Waiter) -> None:
-        """Share the ticket until the gate opens, the GPU is refused, or `waiter` gets FREE."""
+        """Join the ticket until the gate opens, the GPU is refused, or `waiter` gets FREE."""
         on_open = partial(waiter.put, OPENED)
         self._gate.start_waiting(on_open)
         try:
@@ -126,7 +126,7 @@ class Acquirer:
             self._gate.stop_waiting(on_open, None)
 
     def join(self, waiter: Waiter) -> None:
-        """Send notes to `waiter` from now on, the last `Progress` first. Never blocks."""
+        """Send notes to `waiter` from now on, beginning with the last `Progress`. Never blocks."""
         with self._lock:
             self._waiters.append(waiter)
             if self._ticket is not None:
@@ -137,7 +137,7 @@ class Acquirer:
         threading.Thread(target=self._run, args=(ticket,), name="gpu-acquire", daemon=True).start()
 
     def leave(self, waiter: Waiter, *, keep: bool = False) -> None:
-        """Send `waiter` no more notes; the last one to leave withdraws the ticket, unless `keep`. Never blocks."""
+        """Send no more notes to `waiter`. The last waiter that leaves withdraws the ticket, unless `keep` is set. Never blocks."""
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -147,16 +147,16 @@ class Acquirer:
         ticket.withdraw()
 
     def become_inert(self) -> None:
-        """Reset a forked child's state without touching the parent's connections."""
+        """Reset the state in a forked child without touching the parent's connections."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._waiters = []
         self._ticket = None
 
     def _run(self, ticket: _Ticket) -> None:
-        refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # in case an unforeseen error ends the thread
+        refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # in case an unexpected error ends the thread
         silence: Any = None
         try:
-            with contextlib.suppress(*LOCAL_FAILURES):  # a process that cannot watch cannot call either
+            with contextlib.suppress(*LOCAL_FAILURES):  # a process that cannot start the watch cannot make calls either
                 from fractional_gpu.client.client import SilenceWatch  # noqa: PLC0415 - off the kernel's start
 
                 silence = SilenceWatch(self._settings.connect, partial(self._report_silence, ticket))
@@ -174,8 +174,8 @@ class Acquirer:
                     waiter.put(refusal)
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
-        """Call until the broker answers. Return None if the GPU was granted (the gate is open) or the ticket was withdrawn."""
-        # `units` is for the wait's line: later the process may have no descriptor left for an import.
+        """Repeat the call until the broker answers. Return None if the GPU was granted (the gate is open) or the ticket was withdrawn."""
+        # The line for the wait needs `units`. Import it now, because later the process may have no descriptor left for an import.
         from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import (  # noqa: PLC0415 - as above
             BrokerUnavailableError,
@@ -196,8 +196,8 @@ class Acquirer:
                 if not self._is_reachable():
                     return RefusedError(_UNREACHABLE.format(why=why))
                 self._notify(ticket, _waiting("cannot-ask", _CANNOT_ASK.format(why=why)))
-                ticket.withdrawn.wait(_CALL_AGAIN_S)  # meanwhile the broker may open the gate
-            elif isinstance(failure, TooManyRequestsError):  # by this user's programs, so it is not about the lease
+                ticket.withdrawn.wait(_CALL_AGAIN_S)  # in the meantime the broker may open the gate
+            elif isinstance(failure, TooManyRequestsError):  # this concerns all programs of the user, not the lease
                 self._notify(ticket, _waiting("broker-silent", str(failure)))
                 ticket.withdrawn.wait(failure.retry_s)
             elif not isinstance(failure, BrokerUnavailableError | InternalBrokerError):
@@ -207,7 +207,7 @@ class Acquirer:
         return None
 
     def _call(self, ticket: _Ticket) -> RefusedError | None:
-        """Call `acquire`, and again if the broker ended the call only because it had lasted too long."""
+        """Call `acquire`. Repeat the call if the broker ended it only because it had lasted too long."""
         from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
         client = ticket.client = self._settings.connect()
@@ -219,7 +219,7 @@ class Acquirer:
                     if progress.kind == ProgressKind.GRANTED and self._watch:
                         return RefusedError("the cell still has the GPU, or has it back")
                     if progress.kind == ProgressKind.GRANTED:
-                        # A grant after a withdrawal is late: the gate may have been shut since, and must stay so.
+                        # A grant after a withdrawal is late. If the gate was shut in the meantime, it must stay shut.
                         self._gate.open(progress.environment, lambda: not ticket.withdrawn.is_set())
                         return None
                     if progress.kind == ProgressKind.REFUSED:
@@ -235,7 +235,7 @@ class Acquirer:
             client.close()
 
     def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError | InternalBrokerError") -> RefusedError | None:
-        """Start the broker after a broken or failed call, unless that has failed too often."""
+        """Start the broker after a broken connection or a failed call, unless this has failed too often."""
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, TooManyRequestsError  # noqa: PLC0415 - off the kernel's start
 
         ticket.breaks += 1
@@ -250,12 +250,12 @@ class Acquirer:
         try:
             self._settings.revive()
         except TooManyRequestsError:
-            ticket.fruitless = 0  # a broker runs, and the next call waits for it
+            ticket.fruitless = 0  # a broker is running, and the next call waits for it
         except FractionalGPUError as error:
             if error.reason != "timeout":
                 return RefusedError(str(error))
-            ticket.fruitless = 0  # a broker runs but does not answer: the cell keeps waiting
-        if ticket.breaks > 1:  # a broker that breaks at each call is called less often
+            ticket.fruitless = 0  # a broker is running but does not answer, so the cell keeps waiting
+        if ticket.breaks > 1:  # a broker that fails at each call is called less often
             ticket.withdrawn.wait(min(0.1 * 2**ticket.breaks, LONGEST_PAUSE_S))
         ticket.last = None
         return None
@@ -274,7 +274,7 @@ class Acquirer:
 
 
 class Turns(Acquirer):
-    """Shows the queue below a preempted cell, for which the broker has filed a ticket."""
+    """Shows the state of the queue below a preempted cell, for which the broker has filed a ticket."""
 
     _watch = True
 
@@ -299,10 +299,11 @@ class Turns(Acquirer):
             line.close()
 
 
-# A task or timer of the notebook outlives its cell. If it uses the GPU while the kernel is suspended, its call blocks in the driver, and
-# the main loop with it: the kernel looks idle, no cell reaches the gate, and interrupts have no effect. So at each keep-alive of the broker
-# (every `PULSE_S` seconds while suspended) the watch hands a callback to the main loop. If it has not run by the next one, and no cell
-# holds the loop, the watch asks for the GPU. A task that computes for that long looks the same, and costs a resume.
+# A task or timer in a notebook can outlive its cell. If it uses the GPU while the kernel is suspended, its call blocks in the driver and
+# blocks the main loop, too. The kernel then looks idle, no cell reaches the gate, and interrupts have no effect. So at each keep-alive from
+# the broker (every `PULSE_S` seconds while suspended) the watch gives a callback to the main loop. If the callback has not run by the next
+# keep-alive and no cell occupies the loop, the watch requests the GPU. A task that computes for that long looks the same, and causes an
+# unnecessary resume.
 
 BLOCKED = (
     "A task of this notebook is blocking the kernel, perhaps in a GPU call while the kernel is not on the GPU. The kernel is now "
@@ -313,10 +314,10 @@ BLOCKED = (
 class LoopWatch:
     def __init__(self, kernel: "LeasedKernel") -> None:
         self._kernel = kernel
-        self._notes: Waiter | None = None  # the callback on the main loop leaves FREE here
+        self._notes: Waiter | None = None  # the callback on the main loop puts FREE here
 
     def look(self) -> None:
-        """Called at each keep-alive. Never blocks. Raises RuntimeError if no thread can be started."""
+        """Check the main loop. This is called at each keep-alive. Never blocks. Raises RuntimeError if no thread can be started."""
         notes, self._notes = self._notes, None
         if not self._kernel.gate.is_shut_again or self._kernel.is_held():
             return
@@ -330,9 +331,9 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines. Return False once the gate opens, True if the cell may run while it is shut.
+    """Show the broker's lines. Return False when the gate opens, or True if the cell may run while the gate is shut.
 
-    Raises RefusedError and KeyboardInterrupt.
+    Raises RefusedError or KeyboardInterrupt.
     """
     begun_s = time.monotonic()
     last: Progress | None = None
@@ -345,7 +346,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
             waited_s, age_s = now_s - begun_s, now_s - last_s
             text = wait_text(last, waited_s=waited_s, age_s=age_s, preempted=preempted)
             line.show(text, wait_bundle(last, waited_s=waited_s, age_s=age_s))
-        # Wake regularly: the line counts down, and a signal delivered to another thread does not wake this one.
+        # Wake up regularly, because the line counts down, and a signal that is delivered to another thread does not wake this thread.
         patience_s = min(quiet_s, POLL_S) if last is not None and quiet_s > 0 else POLL_S
         try:
             note = waiter.get(timeout=patience_s)
@@ -356,7 +357,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
         if note == INTERRUPTED:
             raise KeyboardInterrupt
         if isinstance(note, RefusedError):
-            raise RefusedError(str(note))  # a new one: other threads raise theirs from the same note
+            raise RefusedError(str(note))  # a new exception, because other threads get the same note
         if not isinstance(note, str):
             if note.overlap and may_overlap:
                 return True
@@ -366,7 +367,10 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Make SIGINT put INTERRUPTED into the queue, and raise KeyboardInterrupt on exit if it did. Main thread only."""
+    """Make SIGINT put INTERRUPTED into the queue during the block. If it did, raise KeyboardInterrupt afterwards.
+
+    This has an effect only in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -393,11 +397,11 @@ def _waiting(reason: str, sentence: str) -> "Progress":
 
 
 # Before its first grant a kernel sees no device (`CUDA_VISIBLE_DEVICES` is empty). A `%%cpu` cell or start-up code that looks for a GPU
-# finds none, and the driver keeps that answer after `cuInit`, torch after its first count of devices. So:
+# finds none. The driver keeps this answer after `cuInit`, and torch keeps it after counting the devices once. Therefore:
 #
 # - torch's two calls to the driver (`torch._C._cuda_getDeviceCount` and `_cuda_init`) are replaced until the grant, and answer "no device".
-# - Other code that started the driver is detected before the first cell with the GPU, which reports it. `cuDeviceGetCount` starts nothing.
-#   `cuInit` would start CUDA, so it is called only after a framework has searched for a GPU; it then repeats its first answer.
+# - Before the first cell with the GPU, we check whether other code has started the driver, and report that. `cuDeviceGetCount` does not
+#   start CUDA. `cuInit` would start it, so we call it only after a framework has searched for a GPU; it then repeats its first answer.
 
 Function = Callable[[], Any]
 
@@ -416,20 +420,20 @@ _NOT_INITIALIZED, _NO_DEVICE = 3, 100  # CUDA_ERROR_...
 
 
 class FirstGrant:
-    """Guards a process until its first grant. `bind` is called under the gate's lock, `check` by the thread that runs cells."""
+    """Guards a process until its first grant. `bind` is called under the gate's lock, and `check` in the thread that runs cells."""
 
     def __init__(self, hooks: ImportHooks, environment: Mapping[str, str] = os.environ) -> None:
         self._hooks = hooks
         self._held: list[tuple[Any, str, Function, Function]] = []  # module, name, stand-in, original
-        self.is_awaited = environment.get(VISIBLE) == ""  # not bound to a device yet
-        self.is_due = False  # bound, but `check` was not called yet
+        self.is_awaited = environment.get(VISIBLE) == ""  # the process is not yet bound to a device
+        self.is_due = False  # the process is bound, but `check` has not been called
 
     def install(self) -> None:
         if self.is_awaited:
             self._hooks.after("torch", self._hold)
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Let torch reach the driver once the variables name a device. Cheap and repeatable."""
+        """Let torch reach the driver as soon as the variables name a device. This is fast and may be repeated."""
         if self.is_awaited and (environment.get(VISIBLE) or environment.get(SIMULATED)):
             self.is_due = True
             self.release()
@@ -442,19 +446,19 @@ class FirstGrant:
         self._held = []
 
     def check(self) -> str:
-        """Return the sentence for the user if this process will never find a device, else ""."""
+        """Return a sentence for the user if this process will never find a device, otherwise ""."""
         self.is_due = False
         return NO_DEVICE_KEPT if _answer() == _NO_DEVICE else ""
 
     def _hold(self, torch: ModuleType) -> None:
         core = getattr(torch, "_C", None)
         if not hasattr(core, "_cuda_getDeviceCount"):
-            return  # a torch without CUDA
+            return  # this torch has no CUDA support
         for name, answer in (("_cuda_getDeviceCount", int), ("_cuda_init", _not_yet)):
             original: Function | None = getattr(core, name, None)
             if self.is_awaited and original is not None:
                 # The grant may come while torch is being imported.
-                def stand_in(answer: Function = answer, original: Function = original) -> Any:  # noqa: ANN401 - as torch's
+                def stand_in(answer: Function = answer, original: Function = original) -> Any:  # noqa: ANN401 - as in torch
                     return answer() if self.is_awaited else original()
 
                 self._held.append((core, name, stand_in, original))
@@ -474,7 +478,7 @@ def _answer() -> int:
     try:
         driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
-        return 0  # another library of a similar name
+        return 0  # this is another library with a similar name
     answer = int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
     return int(driver.cuInit(0)) if answer == _NOT_INITIALIZED and _has_searched() else answer
 

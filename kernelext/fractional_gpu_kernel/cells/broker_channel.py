@@ -1,13 +1,13 @@
-"""The kernel's channel to the broker: commands in, answers and pulses out.
+"""The kernel's channel to the broker. It receives commands and sends answers and pulses.
 
 Two daemon threads start a moment after the kernel, so that they do not slow its start:
 
 - `gpu-gate` reads the commands and immediately carries out those that need no round trip.
-- `gpu-answers` sends the answers on a second connection, and a pulse every `PULSE_S` seconds while the gate is shut. It proves that Python
-  runs; an open stream does not.
+- `gpu-answers` sends the answers on a second connection. While the gate is shut, it also sends a pulse every `PULSE_S` seconds, which
+  proves that Python is running. An open stream does not prove this.
 
-A broken stream is reopened with growing pauses, even if a cell broke this process (`settings.LOCAL_FAILURES`). The answer to a command that
-cannot be carried out is "busy". The channel never starts a broker: a waiting cell does.
+If the stream breaks, it is reopened with growing pauses, even if a cell broke this process (`settings.LOCAL_FAILURES`). The answer to a
+command that cannot be carried out is "busy". The channel never starts a broker; a waiting cell does this.
 """
 
 import threading
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from fractional_gpu.protocol.messages import GateAnswer, GateCommand
     from fractional_gpu_kernel.extension import LeasedKernel
 
-SETTLE_S = 0.1  # the kernel's own start comes first
+SETTLE_S = 0.1  # the kernel starts first
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 SEND_AGAIN_S = 0.2
-SEND_ATTEMPTS = 10  # the broker waits for about as long
+SEND_ATTEMPTS = 10  # they take about as long as the broker waits
 UNHEARD = (
     "This kernel cannot answer the GPU broker ({why}). Nothing is lost: while the kernel is idle, the broker may move its GPU memory "
     "to host memory after a short wait; the next cell gets it back."
 )
-LONGEST_PAUSE_UNKNOWN_S = 30.0  # the broker does not know (or want) this lease, which rarely changes
+LONGEST_PAUSE_UNKNOWN_S = 30.0  # the broker does not know or refuses this lease, which rarely changes
 
 
 class BrokerChannel:
@@ -42,10 +42,11 @@ class BrokerChannel:
         self._settings = kernel.settings
         self._gate = kernel.gate
         self._stop = threading.Event()
-        self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
+        # An answer has a number, a word and a detail. None only wakes up the thread.
+        self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()
         self._clients: list[BrokerClient] = []
-        self._needs_pulse = True  # until a command shows that the broker sees whether its stream is read
-        self.is_connected = False  # the broker's commands come through
+        self._needs_pulse = True  # until a command shows that the broker knows whether its stream is read
+        self.is_connected = False  # whether the broker's commands arrive
         self._has_warned = False
 
     def start(self) -> None:
@@ -58,14 +59,14 @@ class BrokerChannel:
             client.close()
 
     def report_exempt(self, on: bool) -> None:
-        """Report that a cell without the GPU has started or ended: the broker files no ticket for it."""
+        """Report that a cell without the GPU has started or ended. The broker files no ticket for such a cell."""
         if not on and not self._gate.is_exempt:
             self._answers.put((0, "done", ""))
         elif on:
             self._repeat_exempt()
 
     def _repeat_exempt(self) -> None:
-        """Report again that only cells without the GPU are running. Send nothing while the gate is open: no ticket is needed."""
+        """Report again that only cells without the GPU are running. While the gate is open, send nothing, because no ticket is needed."""
         if self._gate.is_exempt and not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
 
@@ -95,7 +96,7 @@ class BrokerChannel:
 
         try:
             check_msgspec()
-        except BrokerUnavailableError as error:  # a waiting cell shows it, too
+        except BrokerUnavailableError as error:  # a waiting cell shows this error, too
             self._kernel.notices.add(f"{error}.")
             return
         pause = FIRST_PAUSE_S
@@ -113,7 +114,7 @@ class BrokerChannel:
                 if not (isinstance(error, BrokerUnavailableError) or is_local(error)):
                     longest = LONGEST_PAUSE_UNKNOWN_S
             except LOCAL_FAILURES:
-                pass  # this process cannot call: a waiting cell shows it
+                pass  # this process cannot make calls, which a waiting cell shows
             self._stop.wait(pause)
             pause = min(pause * 2, longest)
 
@@ -135,13 +136,13 @@ class BrokerChannel:
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
                 self.is_connected = True
                 if not number:
-                    self._repeat_exempt()  # this broker has not heard it
-                # The greeting does not count: a broker that sends only that may fail again at once.
+                    self._repeat_exempt()  # this broker does not know it yet
+                # The greeting does not count, because a broker that sends nothing else may fail again immediately.
                 got_command = got_command or bool(number or command.verb)
                 self._needs_pulse = self._needs_pulse and not command.hears
                 try:
                     self._obey(command)
-                except LOCAL_FAILURES as error:  # out of threads or descriptors, a closed main loop, replaced functions
+                except LOCAL_FAILURES as error:  # no threads or descriptors, a closed main loop, or replaced functions
                     self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
                 with suppress(*LOCAL_FAILURES):  # a failure here must not end the stream
                     self._settings.restore_token_file()
@@ -151,7 +152,7 @@ class BrokerChannel:
         finally:
             self.is_connected = False
             self._discard(client)
-            if not self._needs_pulse:  # the next broker may not see whether its stream is read
+            if not self._needs_pulse:  # the next broker may not know whether its stream is read
                 self._needs_pulse = True
                 self._answers.put(None)  # wake `_send`, which waits without a timeout
         return got_command
@@ -170,7 +171,7 @@ class BrokerChannel:
                 word, cells = self._gate.preempt(), CELL_RUNS if self._gate.is_running else NO_CELL_RUNS
                 self._answer(number, word, cells)
                 self._repeat_exempt()
-                if number and cells == CELL_RUNS:  # without a number, only the next cell asks
+                if number and cells == CELL_RUNS:  # if there is no number, only the next cell requests the GPU
                     self._kernel.turns.show()
             case GateVerb.LIMIT:
                 self._kernel.take_size(command.environment)
@@ -190,7 +191,7 @@ class BrokerChannel:
                 self._answer(number, "busy", f"this kernel's extension does not know the command {command.verb[:50]!r}")
 
     def _answer(self, number: int, word: str, detail: str = "") -> None:
-        if number:  # 0: the broker waits for no answer
+        if number:  # with 0, the broker expects no answer
             self._answers.put((number, word, detail))
 
     def _send(self) -> None:

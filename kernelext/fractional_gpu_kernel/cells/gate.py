@@ -1,18 +1,18 @@
-"""A kernel's gate: whether cells may run, whether one runs, and whether it needs the GPU. One lock, no I/O.
+"""The gate of a kernel: whether cells may run, whether a cell is running, and whether it needs the GPU. It has one lock and does no I/O.
 
 Each operation is one step under the lock, so that a cell cannot overtake an answer to the broker:
 
     open              binds the process to its device, and lets waiting cells enter
-    close             shuts the gate; answers "busy" and changes nothing if a cell runs or waits
-    preempt           shuts the gate even while cells run: their GPU calls block until the kernel's state is back
-    enter, leave      a cell that enters the open gate runs until it leaves
-    exempt, leave     a cell that needs no GPU ignores the gate, and never keeps it open
-    start_waiting,    a waiting cell counts as busy from the start, and enters in the step that ends its wait: no `close` can intervene
+    close             shuts the gate; if a cell is running or waiting, it changes nothing and answers "busy"
+    preempt           shuts the gate even while cells are running; their GPU calls block until the kernel's state is restored
+    enter, leave      a cell that enters the open gate counts as running until it leaves
+    exempt, leave     a cell that does not need the GPU ignores the gate, and never keeps it open
+    start_waiting,    a waiting cell counts as busy from the start; it enters in the step that ends its wait, so no `close` can come between
     stop_waiting
-    pause, go_on      a cell that waits for input does not count as running, and enters again with the input
+    pause, go_on      a cell that waits for input does not count as running; it enters again when it gets the input
 
-The gate is shut until the first grant. If the pool lets a cell overlap with its kernel's resume, the cell enters the shut gate. In a forked
-child the gate is inert (always open).
+The gate is shut until the first grant. If the pool lets a cell overlap with the resume of its kernel, the cell enters the gate while it is
+shut. In a forked child the gate is inert, which means that it is always open.
 """
 
 import ast
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class Gate:
-    """One kernel's gate. Before it opens, `binders` get the variables that bind the process to its device.
+    """The gate of one kernel. Before it opens, `binders` are called with the variables that bind the process to its device.
 
-    `is_open` and `is_inert` (this process is a forked child without a lease) are read-only.
+    `is_open` and `is_inert` are read-only. `is_inert` is set if this process is a forked child without a lease.
     """
 
     def __init__(self, *binders: Callable[[Mapping[str, str]], None]) -> None:
@@ -33,15 +33,15 @@ class Gate:
         self.is_open = False
         self.is_inert = False
         self._was_open = False
-        # Marks of cells, each in at most one set. Leaving twice, or without having entered, changes nothing.
+        # The marks of cells. Each mark is in at most one set. Leaving twice, or without having entered, changes nothing.
         self._running: set[object] = set()
-        self._paused: set[object] = set()  # waiting for input
-        self._exempt: set[object] = set()  # running without the GPU
+        self._paused: set[object] = set()  # cells that wait for input
+        self._exempt: set[object] = set()  # cells that run without the GPU
         self._waiting: list[Callable[[], None]] = []
 
     @property
     def is_shut_again(self) -> bool:
-        """Whether the gate has been opened and shut again, so that the kernel may have state on the GPU."""
+        """Whether the gate was opened and shut again. The kernel may then have GPU state."""
         return self._was_open and not self.is_open
 
     @property
@@ -57,7 +57,7 @@ class Gate:
         return bool(self._exempt) and not self._running
 
     def runs_beside(self, mark: object) -> bool:
-        """Return whether another cell is running: an outer cell, or one in another subshell."""
+        """Return whether another cell is running, such as an outer cell or a cell in another subshell."""
         return any(one is not mark for one in list(self._running))
 
     def enter(self, mark: object) -> bool:
@@ -77,14 +77,14 @@ class Gate:
             self._paused.discard(mark)
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
-        """Call `on_open` each time the gate opens. It runs in any thread and under the lock, so it must not block."""
+        """Call `on_open` each time the gate opens, or now if it is open. It runs in any thread and under the lock, so it must not block."""
         with self._lock:
             self._waiting.append(on_open)
             if self.is_open:
                 on_open()
 
     def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
-        """Return whether the cell may run (if the gate is open, or with `overlap`), and enter `mark` in the same step if so."""
+        """Return whether the cell may run, because the gate is open or `overlap` is set. If so, enter `mark` in the same step."""
         with self._lock:
             self._waiting.remove(on_open)
             may_enter = self.is_open or overlap
@@ -93,7 +93,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """Mark these cells as waiting for input. Return those that were running, in order."""
+        """Mark these cells as waiting for input. Return the cells that were running, in order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)
@@ -135,8 +135,8 @@ class Gate:
     def open(self, environment: Mapping[str, str], still_wanted: Callable[[], bool] | None = None) -> bool:
         """Bind the process to its device and let cells run. Return whether the gate is open.
 
-        Grants and commands come on different connections. Grants pass `still_wanted`, because a late grant must not open a gate that has
-        been shut since.
+        Grants and commands arrive on different connections. For a grant, the caller passes `still_wanted`, because a late grant must not
+        open a gate that was shut in the meantime.
         """
         with self._lock:
             if self.is_inert or (still_wanted is not None and not still_wanted()):
@@ -152,7 +152,7 @@ class Gate:
             bind(environment)
 
     def become_inert(self) -> None:
-        """For a forked child: replace the lock, which another thread of the parent may have held."""
+        """Make the gate inert in a forked child. Replace the lock, because another thread of the parent may have held it."""
         self._lock = threading.Lock()
         self.is_inert = True
         self.is_open = True
@@ -161,11 +161,12 @@ class Gate:
         self._waiting = []
 
 
-# Which cells need the GPU. We look at the text after IPython's transformations: `%gpu`, automagic `gpu`, indentation and pasted prompts
-# have one form, and `%%cpu` and `%%gpu FRACTION` are comments above an ordinary cell.
+# Which cells need the GPU. We look at the text after IPython's transformations. There, `%gpu`, automagic `gpu`, indentation and pasted
+# prompts have the same form, and `%%cpu` and `%%gpu FRACTION` are comments above an ordinary cell.
 #
-# A cell needs no GPU if it begins with `%%cpu`, has only comments, or only `%gpu` lines, help about our magics, or `%%gpu measure` (whose
-# code runs in other processes). If in doubt, it does: an unnecessary wait costs seconds, a cell without its GPU blocks the kernel.
+# A cell does not need the GPU if it begins with `%%cpu`, or if it has only comments, `%gpu` lines, help about our magics or `%%gpu
+# measure`, whose code runs in other processes. If in doubt, we assume that a cell needs the GPU, because an unnecessary wait costs only
+# seconds, but a cell without its GPU blocks the kernel.
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
@@ -180,10 +181,10 @@ def needs_gpu(transformed: str) -> bool:
     if transformed.startswith(SENTINEL):
         return False
     lines = transformed.splitlines() if transformed[:1] in _COMMENT_MAY_BEGIN else ["code"]
-    is_burst = transformed.startswith(BURST)  # has code, though it begins with a comment
+    is_burst = transformed.startswith(BURST)  # this cell has code, although it begins with a comment
     if not is_burst and all(not line.strip() or line.lstrip().startswith("#") for line in lines):
         return False
-    # The cheapest test comes first and settles most cells.
+    # The cheapest test comes first and is enough for most cells.
     if "_magic('" not in transformed or is_burst or not re.search(_OWN_MAGIC, transformed):
         return True
     try:
@@ -194,7 +195,7 @@ def needs_gpu(transformed: str) -> bool:
 
 
 def _is_own_magic(node: ast.expr) -> bool:
-    """Return whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help for it, or a measurement."""
+    """Return whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help about our magics, or a measurement."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr=attr),
@@ -206,7 +207,7 @@ def _is_own_magic(node: ast.expr) -> bool:
             return False
     if name in ("pinfo", "pinfo2"):
         return attr == "run_line_magic" and not cell and line.strip() in _HELP_TOPICS
-    # IPython expands {expression} and $variable in a magic's line: user code, which may use the GPU.
+    # IPython expands {expression} and $variable in the line of a magic. This is user code, which may use the GPU.
     if name != "gpu" or "{" in line or "$" in line:
         return False
     if attr == "run_cell_magic":
@@ -229,7 +230,8 @@ def make_cell_transform(
 ) -> LinesTransform:
     """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into a comment.
 
-    It calls IPython's `cell_magic` for the lines below, which may begin with another cell magic. `measures`: keep `%%gpu measure`.
+    It calls IPython's `cell_magic` for the lines below, which may begin with another cell magic. If `measures` is set, a leading
+    `%%gpu measure` is kept.
     """
 
     def own_cell(lines: list[str]) -> list[str]:

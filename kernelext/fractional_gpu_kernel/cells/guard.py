@@ -1,12 +1,12 @@
-"""Takes cells through the gate: when they begin, when they end, and when they wait for input.
+"""Takes cells through the gate when they begin, when they end, and when they wait for input.
 
-The guard wraps the shell's `run_cell_async`, which runs once for every cell. IPython's events would not do: `post_execute` fires for blank
-cells without `pre_execute`, and an exception in `pre_execute` does not stop the cell. Widget messages bypass the wrapper; for them
-`pre_execute` waits. Their callbacks cannot be stopped: after a refusal they run without the GPU.
+The guard wraps the shell's `run_cell_async`, which runs once for every cell. IPython's events are not sufficient: for blank cells,
+`post_execute` fires without `pre_execute`, and an exception in `pre_execute` does not stop the cell. Widget messages bypass the wrapper, so
+they wait in `pre_execute`. Their callbacks cannot be stopped, so after a refusal they run without the GPU.
 
-While a cell waits for input (`InputRequests`), its kernel counts as idle and may be suspended. If the gate is shut when the answer comes,
-the cell waits again. An interrupt lets the cell continue at once, because it is ending; its GPU calls block until the broker notices it. A
-prompt in a user's thread does not pause the cell.
+While a cell waits for input (`InputRequests`), its kernel counts as idle and may be suspended. If the gate is shut when the input arrives,
+the cell waits again. After an interrupt the cell continues at once, because it is ending. Its GPU calls block until the broker notices the
+cell. A prompt in a thread that the user started does not pause the cell.
 """
 
 import functools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """A running cell: its thread, and the marks of the cell and its outer cells (none if it does not use the GPU)."""
+    """A running cell: its thread, and the marks of the cell and its outer cells. There are no marks if it does not use the GPU."""
 
     marks: tuple[object, ...]
     thread_id: int
@@ -43,7 +43,7 @@ class CellGuard:
         self._shell = kernel.shell
         self._gate = kernel.gate
         self._is_installed = False
-        self._bursts: Resizer | None = None  # made for the first `%%gpu`
+        self._bursts: Resizer | None = None  # created at the first `%%gpu`
 
     def install(self) -> None:
         self._is_installed = True
@@ -51,12 +51,12 @@ class CellGuard:
         self._kernel.registrations.callback("pre_execute", self._before_message)
 
     def uninstall(self) -> None:
-        self._is_installed = False  # another extension may have wrapped the guard: pass cells through
+        self._is_installed = False  # another extension may have wrapped the guard, so let cells pass
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         async def run_cell_async(raw_cell: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - IPython's signature varies
-            # No GPU for cells that will not run, blank cells, a forked child's, and cells within one without the GPU.
+            # These cells do not get the GPU: cells that will not run, blank cells, cells in a forked child or in a cell without the GPU.
             unprepared = kwargs.get("preprocessing_exc_tuple") is not None
             if unprepared or not raw_cell or raw_cell.isspace() or self._gate.is_inert or not self._is_installed:
                 return await original(raw_cell, *args, **kwargs)
@@ -65,7 +65,7 @@ class CellGuard:
                 return await original(raw_cell, *args, **kwargs)
             mark, transformed = object(), kwargs.get("transformed_cell")
             silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
-            # Start-up code that IPython runs as cells (exec_lines, .ipy files) must not wait: the kernel would not answer yet.
+            # Start-up code that IPython runs as cells (exec_lines, .ipy files) must not wait, because the kernel does not answer yet.
             starts = not self._gate.is_open and self._is_starting()
             exempt = not starts and transformed is not None and not needs_gpu(transformed)
             uses_gpu, token = not starts and not exempt, None
@@ -74,7 +74,7 @@ class CellGuard:
                     self._gate.exempt(mark)
                     self._kernel.channel.report_exempt(True)
                 elif uses_gpu and (failure := self._prepare(transformed or "", mark, silent=silent)) is not None:
-                    # As a failed preparation, so that other extensions see an ordinary failed cell, and "Run all" stops.
+                    # Report this as a failed preparation, so that other extensions see an ordinary failed cell, and "Run all" stops.
                     kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
                     uses_gpu = False
                 outer = around.marks if around is not None and around.thread_id == threading.get_ident() else ()
@@ -82,7 +82,8 @@ class CellGuard:
                 token = running_cell.set(RunningCell(marks, threading.get_ident(), uses_gpu))
                 return await original(raw_cell, *args, **kwargs)
             finally:
-                # An interrupt may come at any call, and a mark that stays would keep the kernel on the GPU forever: leave twice.
+                # An interrupt may arrive during any call, and a mark that is left behind would keep the kernel on the GPU forever. So
+                # leave twice if needed.
                 try:
                     if token is not None:
                         running_cell.reset(token)
@@ -104,7 +105,7 @@ class CellGuard:
             failure = self._wait(burst, mark, silent=silent)
             if failure is not None:
                 return failure
-        # Not a lower limit while another cell runs: that cell's next allocation could fail.
+        # Do not lower the limit while another cell is running, because the next allocation of that cell could fail.
         limits, first_grant = self._kernel.limits, self._kernel.first_grant
         if limits.is_stale and not (limits.is_lowered and self._gate.runs_beside(mark)):
             limits.refresh()
@@ -128,7 +129,7 @@ class CellGuard:
         except KeyboardInterrupt:
             return rendered(KeyboardInterrupt("interrupted while waiting for the GPU; this cell did not run"))
         finally:
-            # In a nested cell, clearing would also remove the outer cell's output.
+            # In a nested cell, clearing the output would also remove the outer cell's output.
             if running_cell.get() is None:
                 line.remove()
             else:
@@ -136,7 +137,7 @@ class CellGuard:
         return None
 
     def _is_starting(self) -> bool:
-        with suppress(AttributeError):  # a terminal, or another kind of kernel
+        with suppress(AttributeError):  # in a terminal or another kind of kernel
             return bool(self._shell.kernel.get_parent("shell") == {})
         return False
 
@@ -146,7 +147,7 @@ class CellGuard:
         try:
             self._kernel.acquirer.wait_for_gpu(None)
         except RefusedError as error:
-            print(f"[gpu] A widget's callback runs without the GPU: {error}", file=sys.stderr)  # noqa: T201 - a kernel's stderr is read
+            print(f"[gpu] A widget's callback runs without the GPU: {error}", file=sys.stderr)  # noqa: T201 - users read the kernel's stderr
         except KeyboardInterrupt:
             print("[gpu] Interrupted: a widget's callback runs without waiting for the GPU.", file=sys.stderr)  # noqa: T201 - as above
 
@@ -157,14 +158,14 @@ class InputRequests:
         self._shell = kernel.shell
         self._gate = kernel.gate
         self._lock = threading.Lock()
-        self._asking: dict[object, str] = {}  # by wait: cells nest
+        self._asking: dict[object, str] = {}  # the requests, by wait, since cells can be nested
 
     @property
     def waiting(self) -> list[str]:
         return list(dict.fromkeys(self._asking.values()))
 
     def install(self) -> None:
-        """Wrap the kernel's input functions. IPython in a terminal has no kernel, and waits for no input message."""
+        """Wrap the kernel's input functions. IPython in a terminal has no kernel and does not wait for input messages."""
         kernel = getattr(self._shell, "kernel", None)
         for name in ("raw_input", "getpass"):
             original = getattr(kernel, name, None)
@@ -177,15 +178,15 @@ class InputRequests:
 
     def _wrap(self, original: Callable[..., str]) -> Callable[..., str]:
         @functools.wraps(original)
-        def prompt(*args: Any, **kwargs: Any) -> str:  # noqa: ANN401 - as the kernel's
+        def prompt(*args: Any, **kwargs: Any) -> str:  # noqa: ANN401 - as in the kernel
             cell = running_cell.get()
             if cell is None or cell.thread_id != threading.get_ident() or self._gate.is_inert:
                 return original(*args, **kwargs)
-            request = ""  # of another kind of kernel: the broker considers it busy
+            request = ""  # in another kind of kernel, which then counts as busy
             with suppress(AttributeError, KeyError, TypeError):
                 request = str(self._shell.kernel.get_parent("shell")["header"]["msg_id"])
-            # Pause before the report: the broker's next command must find a gate that may be shut.
-            # `marks`, not `cell.marks`: a task's cell may have ended, and its mark must not enter the gate again.
+            # Pause before reporting, because the broker's next command must find a gate that may be shut.
+            # Use `marks` and not `cell.marks`, because the cell of a task may have ended, and its mark must not enter the gate again.
             wait = object()
             try:
                 marks = self._gate.pause(cell.marks)
@@ -193,7 +194,7 @@ class InputRequests:
                 answer = original(*args, **kwargs)
                 self._wait_again(marks)
                 return answer
-            finally:  # also after an interrupt, which ends the cell
+            finally:  # even after an interrupt, which ends the cell
                 try:
                     self._end(wait, cell.marks)
                 except BaseException:
@@ -203,12 +204,12 @@ class InputRequests:
         return prompt
 
     def _end(self, wait: object, marks: Sequence[object]) -> None:
-        """End the wait for input. Can be repeated after an interrupt."""
+        """End the wait for input. This may be repeated after an interrupt."""
         self._gate.go_on(marks)
         self._change(lambda: self._asking.pop(wait, None))
 
     def _wait_again(self, marks: Sequence[object]) -> None:
-        """Wait for the GPU before these cells continue. Raises KeyboardInterrupt, or RuntimeError if the GPU is refused."""
+        """Wait for the GPU before these cells continue. Raises KeyboardInterrupt, and RuntimeError if the GPU is refused."""
         if not marks or self._gate.try_to_go_on(marks):
             return
         line = LiveLine(self._shell)

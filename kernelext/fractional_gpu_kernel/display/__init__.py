@@ -1,1 +1,1 @@
-"""Displays in a notebook: views, the wait line, charts, notices; each as HTML and as plain text."""
+"""Displays in a notebook: views, the wait line, charts and notices. Each display is available as HTML and as plain text."""

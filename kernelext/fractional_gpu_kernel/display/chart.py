@@ -1,4 +1,4 @@
-"""`%gpu history`: a kernel's memory and residency over time, as a picture and as text. Both have the same columns."""
+"""`%gpu history`: the memory and residency of a kernel over time, as a picture and as text with the same columns."""
 
 import time
 from collections import defaultdict
@@ -21,14 +21,14 @@ _SIGNS = {"resident": "█", "suspending": "▓", "resuming": "▓", "suspended"
 _LEGEND = "on GPU: █ on the GPU, ▓ being moved, ░ saved in host memory, blank: neither."
 
 _FRAME = Frame(width=640, height=176, left=62, right=8, top=10, bottom=56)
-_STRIP = 130  # y of the strip of states
+_STRIP = 130  # the y coordinate of the strip that shows the states
 _DASHED = {"fill": "none", "style": f"stroke:{SAVED}", "stroke_width": "2", "stroke_dasharray": "5 3"}
 _FILLED = {"style": f"fill:{USED}", "fill_opacity": ".45"}
 _LIMIT = {"stroke": "currentColor", "stroke_opacity": ".7", "stroke_dasharray": "2 3"}
 
 
 class Column(NamedTuple):
-    """A period: its peak MiB, and its longest-lasting state."""
+    """A period, with its peak memory in MiB and the state that lasted longest."""
 
     used_mib: int
     saved_mib: int
@@ -36,7 +36,7 @@ class Column(NamedTuple):
 
 
 def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: int) -> list[Column]:
-    """Cut [`since_ms`, `until_ms`) into `count` columns. `points` are in time order; each holds until the next."""
+    """Divide [`since_ms`, `until_ms`) into `count` columns. `points` are in order of time, and each is valid until the next one."""
     width = max(1, until_ms - since_ms) / count
     used, saved = [0] * count, [0] * count
     lasted: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
@@ -55,7 +55,7 @@ def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: i
 
 
 class HistoryView(View):
-    """A lease's history up to now, or only its last `last_ms`."""
+    """The history of a lease until now, or only its last `last_ms`."""
 
     def __init__(self, history: History, last_ms: int | None = None, now_ms: int | None = None) -> None:
         self._points = history.points
@@ -134,7 +134,7 @@ def _x(index: int) -> float:
 
 
 def _area(shares: Sequence[float]) -> str:
-    """Return the path of a stepped area. Periods without memory draw no line on the axis."""
+    """Return the SVG path of a stepped area. In periods without memory, no line is drawn on the axis."""
     steps, base = "", f"{_FRAME.y(0):.0f}"
     is_open = False
     for index, share in enumerate([*shares, 0]):

@@ -1,6 +1,6 @@
-"""`%gpu cost`: what this kernel and its user used, and what it costs, as HTML and as plain text.
+"""`%gpu cost`: how much this kernel and its user have used, and how much this costs, as HTML and as plain text.
 
-Without prices it shows GPU hours: one is a whole GPU for an hour, or half a GPU for two hours.
+If there are no prices, it shows GPU hours. One GPU hour is a whole GPU for one hour, or half a GPU for two hours.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,5 +103,5 @@ def _decimals(value: int, unit: int) -> str:
 
 
 def _amount(milli: int) -> str:
-    """Format thousandths exactly: `1,234.500`."""
+    """Format a number of thousandths exactly, as in `1,234.500`."""
     return f"{milli // 1000:,}.{milli % 1000:03}"

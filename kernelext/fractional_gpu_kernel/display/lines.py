@@ -1,4 +1,4 @@
-"""Lines of text in a cell's output, as HTML and as plain text: a sentence, a line that changes in place, a wait's line, and notices."""
+"""Lines of text in the output of a cell, as HTML and as plain text: sentences, lines that change in place, wait lines and notices."""
 
 import contextvars
 import os
@@ -21,7 +21,7 @@ SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
 
 
 class View:
-    """A cell's output as plain text (its `repr`) and as HTML."""
+    """Output of a cell, as plain text (its `repr`) and as HTML."""
 
     def html(self) -> str:
         raise NotImplementedError
@@ -31,7 +31,7 @@ class View:
 
 
 class Sentence(View):
-    """One sentence. On a simulated GPU its heading says "simulated"."""
+    """A sentence. On a simulated GPU, its heading says "simulated"."""
 
     def __init__(self, text: str, more: Bundle | None = None) -> None:
         self.text, self._more = text, more or {}
@@ -51,7 +51,7 @@ class Sentence(View):
 
 
 class LiveLine:
-    """A line of output that any thread can update in place. It belongs to the cell that first shows it."""
+    """A line of output that any thread can update in place. It belongs to the cell in which it is first shown."""
 
     def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython's shells are untyped
         self._shell = shell
@@ -59,26 +59,26 @@ class LiveLine:
         self._shown: str | None = None
 
     def show(self, text: str, wait: Bundle | None = None) -> None:
-        """Show a text together with the machine-readable form of a wait."""
+        """Show a text. `wait` is the machine-readable form of a wait, which is sent with it."""
         if text != self._shown:
             update, self._shown = self._shown is not None, text
             publish(self._shell, Sentence(text, wait), display_id=self._display_id, update=update)
 
     def blank(self) -> None:
-        """Empty the line, keeping other output above it."""
+        """Empty the line, but keep other output above it."""
         if self._shown is not None:
             self._shown = None
             publish(self._shell, None, display_id=self._display_id, update=True)
 
     def remove(self) -> None:
-        """Clear the output of a cell that has not run and shows only this line."""
+        """Clear the output of a cell that has not run and has no other output."""
         if self._shown is not None:
             self._shown = None
             self._shell.display_pub.clear_output(wait=False)
 
 
 class CellLine:
-    """A line below a running cell that other threads write. `close` blanks it."""
+    """A line below a running cell, which other threads write. `close` empties the line."""
 
     def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
         self._line, self._context = line, context
@@ -99,7 +99,7 @@ def publish(shell: Any, view: View | None, *, display_id: str | None = None, upd
     publisher = shell.display_pub
     hooked = hasattr(publisher, "register_hook")  # not in a terminal, nor beneath `%%capture`
     if hooked:
-        publisher.register_hook(_as_no_result)  # for this thread
+        publisher.register_hook(_as_no_result)  # only in this thread
     try:
         transient = {"display_id": display_id} if display_id else {}
         data = {"text/plain": "", "text/html": ""} if view is None else view.bundle()
@@ -110,19 +110,19 @@ def publish(shell: Any, view: View | None, *, display_id: str | None = None, upd
 
 
 def _as_no_result(message: dict[str, Any]) -> dict[str, Any]:
-    # JupyterLab's debugger inspects all variables after each message of an `execute_request`: that could use the GPU of an idle kernel.
+    # JupyterLab's debugger inspects all variables after each message of an `execute_request`. This could use the GPU in an idle kernel.
     if parent := message["parent_header"]:
         message["parent_header"] = {**parent, "msg_type": "display_data"}
     return message
 
 
 def rendered(error: BaseException) -> BaseException:
-    """Make IPython show the error as one sentence, because its stack has only our frames."""
+    """Make IPython show the error as one sentence, because its traceback has only our frames."""
     error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
     return error
 
 
-_NEXT = {  # by reason for the wait
+_NEXT = {  # by the reason for the wait
     "wait.busy-neighbour": "When that is over{turn}, its memory is saved to host memory, and {next_one} takes its place",
     "wait.user-limit": "It continues when another kernel of yours gives its share back",
     "wait.group-limit": "It continues when another kernel of your group gives its share back",
@@ -132,7 +132,10 @@ _NEXT = {  # by reason for the wait
 
 
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
-    """Return the line below a waiting cell. `preempted`: the cell has started. `age_s`: seconds since the broker sent `progress`."""
+    """Return the line to show below a waiting cell.
+
+    `preempted` means that the cell has already started. `age_s` is the time in seconds since the broker sent `progress`.
+    """
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
@@ -155,7 +158,7 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
 
 
 def wait_bundle(progress: "Progress", *, waited_s: float, age_s: float) -> Bundle:
-    """Return the machine-readable form of a wait, version 1: milliseconds, lease ids, a reason code. docs/agents.md has the fields."""
+    """Return the machine-readable form of a wait (version 1). docs/agents.md describes its fields."""
     left = {
         name: None if ms is None else max(0, ms - int(age_s * 1000))
         for name in ("expected_ms", "low_ms", "high_ms")
@@ -186,7 +189,7 @@ def resizing(status: "LeaseStatus") -> str:
 
 
 def _left(forecast: "Progress | Span", passed_ms: int) -> str:
-    """Return the remaining time of a forecast made `passed_ms` ago, or ""."""
+    """Return the remaining time of a forecast that was made `passed_ms` ago, or ""."""
     from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
 
     if forecast.expected_ms is None:
@@ -200,38 +203,39 @@ def _left(forecast: "Progress | Span", passed_ms: int) -> str:
 
 
 class Notices:
-    """Shows sentences from the broker and the extension. Thread-safe.
+    """Shows sentences from the broker and the extension. This class is thread-safe.
 
-    A notice before the first cell appears above that cell's output. A notice during a cell appears when the cell ends, or at once if urgent
-    (the GPU goes away). While the kernel idles, a notice appears below the last cell until the next cell begins.
+    A notice that arrives before the first cell appears above the output of that cell. A notice that arrives during a cell appears when the
+    cell ends, or at once if it is urgent because the GPU is taken away. While the kernel is idle, a notice appears below the last cell
+    until the next cell begins.
 
-    Only cells in the history count: users do not see the output of others (`%%capture`, `run_cell`). Subshells run cells concurrently: the
-    kernel idles once the last one ends, and urgent notices go to the cell that began last.
+    Only cells in the history count, because users do not see the output of other cells (`%%capture`, `run_cell`). Cells in subshells run
+    concurrently: the kernel is idle when the last of them has ended, and urgent notices appear in the cell that began last.
     """
 
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._lock = threading.Lock()
-        # Sentences by topic; one without a topic is its own.
+        # The sentences by topic. A sentence without a topic is its own topic.
         self._kept = {first: first} if first else {}
-        self._last_cell: contextvars.Context | None = None  # the cell to show notices below, while the kernel idles
-        self._running: dict[int, contextvars.Context] = {}  # by thread, in order of their start
-        self._cell_lines: dict[int, CellLine] = {}  # by thread
-        self._shown: dict[str, LiveLine] = {}  # below the last cell, by topic
+        self._last_cell: contextvars.Context | None = None  # while the kernel is idle, notices appear below this cell
+        self._running: dict[int, contextvars.Context] = {}  # the running cells by thread, in order of their start
+        self._cell_lines: dict[int, CellLine] = {}  # the lines below running cells, by thread
+        self._shown: dict[str, LiveLine] = {}  # the notices below the last cell, by topic
 
     def install(self, registrations: Registrations) -> None:
         registrations.callback("pre_run_cell", self._before_cell)
         registrations.callback("post_run_cell", self._after_cell)
 
     def add(self, sentence: str, topic: str = "") -> None:
-        """Show or queue a sentence. It replaces one with the same `topic`, queued or below the last cell."""
+        """Show or queue a sentence. It replaces a sentence with the same `topic` that is queued or shown below the last cell."""
         if not sentence:
             return
         key = topic or sentence
         with self._lock:
             self._kept.pop(key, None)
             line = self._shown.get(key) or LiveLine(self._shell)
-            with suppress(*_failures()):  # if this thread cannot open a socket, the main thread shows it later
+            with suppress(*_failures()):  # if this thread cannot open a socket, the main thread shows the notice later
                 if self._last_cell is not None:
                     self._last_cell.copy().run(line.show, sentence)
                     self._shown[key] = line
@@ -239,7 +243,7 @@ class Notices:
             self._kept[key] = sentence
 
     def add_urgent(self, sentence: str, topic: str = "") -> None:
-        """Show a sentence now. In the output of a running cell, it stays. `topic`: see `add`."""
+        """Show a sentence now. It remains in the output of a running cell. `topic` has the same meaning as for `add`."""
         with self._lock:
             cell = next(reversed(self._running.values()), None)
         with suppress(*_failures()):  # as in `add`
@@ -249,7 +253,7 @@ class Notices:
         self.add(sentence, topic)
 
     def line_in_cell(self) -> CellLine | None:
-        """Return a line below the cell that began last, or None if no cell runs."""
+        """Return a line below the cell that began last, or None if no cell is running."""
         with self._lock:
             if not self._running:
                 return None
@@ -272,11 +276,11 @@ class Notices:
             publish(self._shell, Sentence(sentence))
 
     def _after_cell(self, result: Any) -> None:  # noqa: ANN401 - as above
-        if result is not None and not result.info.store_history:  # None: the cell was cancelled
+        if result is not None and not result.info.store_history:  # it is None if the cell was cancelled
             return
         with self._lock:
             line = self._cell_lines.pop(threading.get_ident(), None)
-            self._running.pop(threading.get_ident(), None)  # blank cells begin without an event
+            self._running.pop(threading.get_ident(), None)  # for blank cells there is no event at the start
             if not self._running:
                 self._last_cell = contextvars.copy_context()
             kept, self._kept = self._kept, {}
@@ -287,6 +291,6 @@ class Notices:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Errors from publishing without free descriptors. Every Jupyter kernel has loaded ZeroMQ."""
+    """Return the errors that occur when a message is published without free descriptors. Every Jupyter kernel has loaded ZeroMQ."""
     zmq = sys.modules.get("zmq")
     return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

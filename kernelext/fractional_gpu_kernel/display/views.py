@@ -1,4 +1,4 @@
-"""Displays for `%gpu`: this kernel, the machine, what happened. Each as HTML and as plain text with the same content."""
+"""Displays for `%gpu`: this kernel, the machine, and the story of a lease. HTML and plain text have the same content."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_
 from fractional_gpu.protocol.status import Cap, DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu_kernel.display.lines import View
 
-# Colours are JupyterLab's CSS variables for light and dark themes, with a fallback for other programs. The text says what colours show.
-# Every text passes through `escape`: it may come from another user.
+# Colours are JupyterLab's CSS variables for light and dark themes, with fallbacks for other programs. The text also says what the colours
+# show. Every text passes through `escape`, because it may come from another user.
 
 USED = "var(--jp-brand-color1,#2196f3)"
 SAVED = "var(--jp-warn-color1,#f57c00)"
@@ -25,14 +25,14 @@ _CELL = "text-align:left;padding:2px 12px 2px 0;border:none;background:none;vert
 
 
 def box(title: str, *parts: str, note: str = "") -> str:
-    """Return a titled block; `title` and `note` are text, `parts` HTML."""
+    """Return a block with a title. `title` and `note` are plain text, and `parts` are HTML."""
     heading = f'<div style="font-weight:600;margin-bottom:4px">{escape(title)}</div>'
     below = f'<div style="{_MUTED};font-size:90%;margin-top:4px">{escape(note)}</div>' if note else ""
     return f'<div style="{_TEXT};margin:2px 0">{heading}{"".join(parts)}{below}</div>'
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of HTML cells. Without `head` (texts), each row's first cell is its header."""
+    """Return a table of HTML cells. `head` has the column titles as plain text. Without it, the first cell of each row is its header."""
     lines = []
     if head:
         style = f"{_CELL};font-weight:400;{_MUTED}"
@@ -46,7 +46,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
-    """Return a horizontal bar of (size, colour) parts; `label` is for screen readers."""
+    """Return a horizontal bar. `parts` are pairs of size and colour, and `label` is for screen readers."""
     pieces = []
     left = 100.0
     for size, colour in parts:
@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar as text, from (size, character) parts. Every part above 0 gets at least one character."""
+    """Return the bar as text. `parts` are pairs of size and character. Each part that is larger than 0 gets at least one character."""
     signs = ""
     total = 0
     for size, sign in parts:
@@ -146,7 +146,7 @@ class StatusView(View):
 
 
 class TopView(View):
-    """The machine's devices and leases: this user's by name, all others as one sum."""
+    """The devices and leases of the machine. This user's leases are listed, and all other leases are summed up."""
 
     def __init__(self, host: HostStatus, own: str = "") -> None:
         self._host = host
@@ -217,7 +217,7 @@ class TopView(View):
         words = [state_words(lease.state)]
         if lease.working:
             words.append("works in the background")
-        elif lease.busy and lease.lease_id != self._own:  # this kernel is busy with this very command
+        elif lease.busy and lease.lease_id != self._own:  # this kernel is only busy with this command
             words.append("runs a cell")
         if lease.position is not None:
             words.append(f"waits at place {lease.position}" + _expected(lease))

@@ -1,1 +1,1 @@
-"""`%gpu`, `%%gpu`, `%%gpu measure` and `%%cpu`: their commands, arguments, completion and actions."""
+"""The magics `%gpu`, `%%gpu`, `%%gpu measure` and `%%cpu`: their commands, arguments, completion and actions."""

@@ -1,11 +1,11 @@
 """The actions of `%gpu`'s commands, including resizing by `%gpu` and `%%gpu`.
 
-Commands are answered within their cell, unless they need an idle kernel: `suspend`, `release` and `resize --later` are requested after the
+A command is answered within its cell, unless it needs an idle kernel: `suspend`, `release` and `resize --later` are requested after the
 cell has ended (`broker_call.AfterCell`).
 
-`%gpu pin always` is renewed until the pool refuses (`StandingPin`). Each pin is short, so that a kernel that ends wastes little of its
-user's budget. A broker that does not answer suspends no kernel, so the renewal is retried. A refusal ends the renewals and is shown at the
-next cell.
+`%gpu pin always` renews a pin until the pool refuses it (`StandingPin`). Each pin is short, so that a kernel that ends wastes little of its
+user's budget. If the broker does not answer, it suspends no kernel, so the renewal is retried. A refusal ends the renewals and is shown
+before the next cell.
 """
 
 import argparse
@@ -42,17 +42,19 @@ if TYPE_CHECKING:
 
 # Resizes: `%gpu resize`, and the burst of one cell (`%%gpu`).
 #
-# - A larger share is requested before the cell passes the gate, so that a waiting cell holds nothing that others need; frameworks may use
-#   it after the broker has reserved it. For a smaller one, frameworks first give back caches and get the lower limit.
-# - Bursts may be nested, or overlap in subshells: the lease has the largest requested share until the last burst ends, then its old one.
-# - What cannot be given back (more is in use, or the broker does not answer) is reported, and retried at the end of each later cell.
+# - A larger share is requested before the cell passes the gate, so that a waiting cell holds nothing that others need. Frameworks may use
+#   the share after the broker has reserved it. For a smaller share, frameworks first empty their caches and get the lower limit.
+# - Bursts may be nested, or overlap in subshells. The lease has the largest requested share until the last burst ends, and then its old
+#   share.
+# - If a share cannot be given back, because more memory is in use or the broker does not answer, this is reported, and retried at the end
+#   of each later cell.
 
-_WAIT_MS = 3_600_000  # for room; an interrupt ends it at any moment
+_WAIT_MS = 3_600_000  # how long to wait for room; an interrupt ends the wait at any time
 _GIVE_BACK_S = 10.0
 
 
 class Size(NamedTuple):
-    """A share: milli-GPU, and MiB (None: as the fraction implies)."""
+    """A share in milli-GPU, with its memory in MiB. If the memory is None, it follows from the fraction."""
 
     milli: int
     memory_mib: int | None
@@ -65,15 +67,15 @@ class Resizer:
         self._limits = kernel.limits
         self._lock = threading.Lock()
         self._bursts: dict[object, Size] = {}
-        self._own: Size | None = None  # the lease without bursts; None: no burst has changed it
+        self._own: Size | None = None  # the share without bursts, or None if no burst has changed it
 
     def change(
         self, milli: int | None, memory_mib: int | None, line: LiveLine | None, wait_ms: int = _WAIT_MS
     ) -> LeaseStatus:
-        """Resize the lease and wait for it. Changes nothing if it raises FractionalGPUError or KeyboardInterrupt."""
+        """Resize the lease and wait for the new share. Nothing changes if this raises FractionalGPUError or KeyboardInterrupt."""
         status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=wait_ms), line)
         with self._lock:
-            if self._own is not None:  # later bursts return to this share
+            if self._own is not None:  # after later bursts, the lease returns to this share
                 self._own = Size(status.spec.fraction_milli, status.spec.reserve_mib)
         self._take(_limit_mib(status))
         return status
@@ -84,7 +86,7 @@ class Resizer:
             self._limits.refresh()
 
     def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
-        """Hold at least the share in `text` until `end` is called with this mark. Raises RefusedError or KeyboardInterrupt."""
+        """Hold at least the share that `text` requests until `end` is called with this mark. Raises RefusedError or KeyboardInterrupt."""
         try:
             arguments = parse_burst(text)
             milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
@@ -109,7 +111,7 @@ class Resizer:
         try:
             status = self._resize(request, line)
         except BrokerUnavailableError:
-            raise  # it may have been granted: `end` then gives the difference back
+            raise  # the share may have been granted, in which case `end` gives the difference back
         except FractionalGPUError:
             with self._lock:
                 if fresh and not self._bursts:
@@ -120,7 +122,7 @@ class Resizer:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, *, silent: bool) -> None:
-        """End the cell's burst, and shrink to the share that the remaining bursts need. Raises no broker errors."""
+        """End the cell's burst, and shrink the lease to the share that the remaining bursts need. Raises no broker errors."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             is_owed = self._own is not None and (had_burst or not self._bursts)
@@ -128,7 +130,7 @@ class Resizer:
             self._give_back(shows=had_burst and not silent)
 
     def _give_back(self, *, shows: bool) -> None:
-        """Shrink to the largest share that is still requested, and show any failure. After an interrupt, the next `end` tries again."""
+        """Shrink the lease to the largest share still requested, and show any failure. After an interrupt, the next `end` tries again."""
         with self._lock:
             own = self._own
             if own is None:
@@ -137,7 +139,7 @@ class Resizer:
         if target.memory_mib is not None and target.memory_mib < (self._limits.cap_mib or 0):
             self._take(target.memory_mib)
         free_caches()
-        burst = target != own  # another burst continues: the broker must know that this share ends with this process
+        burst = target != own  # another burst continues, so the broker must know that this share ends with this process
         request = ResizeRequest(fraction_milli=target.milli, memory_mib=target.memory_mib, wait_ms=0, burst=burst)
         try:
             self._take(_limit_mib(self._resize(request, None, timeout_s=_GIVE_BACK_S, revive=False)))
@@ -168,20 +170,21 @@ class Resizer:
 
 
 def _limit_mib(status: LeaseStatus) -> int:
-    """Return the MiB the kernel may use now: its reservation (which a pool may adapt to its use), else its cap."""
+    """Return how many MiB the kernel may use now: its reservation, which a pool may adapt to its use, or else its cap."""
     return status.lease.reserved_mib or status.spec.reserve_mib
 
 
 _READ_S = 5.0
 _DEFAULT_PIN_MS = 1_800_000
 _DEFAULT_LINES = 20
-_ON_GPU, _SHARE = "on the GPU", "share"  # kinds of requests after a cell: a newer one replaces the older
+# The kinds of requests after a cell. A new request replaces an older one of the same kind.
+_ON_GPU, _SHARE = "on the GPU", "share"
 _LATER_MS = 60_000  # how long `resize --later` waits for room
 _SUSPENDED = "Suspended: this kernel's GPU memory is saved in host memory. The next cell restores it."
 _RELEASED = "Released: no GPU memory is reserved for this kernel. The next cell that needs the GPU requests it again."
 TOO_LONG = "pin-too-long"
-_DURATIONS_MS = (1_800_000, 900_000, 300_000, 60_000)  # the first that the pool allows
-_RENEW_AT = 0.75  # of a pin's time
+_DURATIONS_MS = (1_800_000, 900_000, 300_000, 60_000)  # the first one that the pool allows is used
+_RENEW_AT = 0.75  # the part of a pin's time after which it is renewed
 _RETRY_S = 30.0
 
 
@@ -192,7 +195,7 @@ class StandingPin:
         self._stop: threading.Event | None = None
 
     def start(self, pin: Callable[[int], LeaseStatus]) -> LeaseStatus:
-        """Pin now with `pin(duration_ms)`, and renew it. Raises FractionalGPUError."""
+        """Pin the kernel now with `pin(duration_ms)`, and renew the pin until `stop`. Raises FractionalGPUError."""
         for length_ms in _DURATIONS_MS:
             try:
                 status = pin(length_ms)
@@ -206,7 +209,7 @@ class StandingPin:
         return status
 
     def stop(self) -> None:
-        """End the renewals; the current pin stays."""
+        """End the renewals. The current pin is not removed."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
@@ -226,7 +229,7 @@ class StandingPin:
 
 
 class Actions:
-    """One method per command. They raise ArgumentsError, HelpRequested, FractionalGPUError, RefusedError."""
+    """The actions, one method for each command. They raise ArgumentsError, HelpRequested, FractionalGPUError or RefusedError."""
 
     def __init__(self, kernel: "LeasedKernel") -> None:
         self._shell = kernel.shell
@@ -265,7 +268,7 @@ class Actions:
         publish(self._shell, HistoryView(history, last_ms))
 
     def cost(self, _: argparse.Namespace) -> None:
-        from fractional_gpu_kernel.display.cost import CostView  # noqa: PLC0415 - few kernels ask
+        from fractional_gpu_kernel.display.cost import CostView  # noqa: PLC0415 - few kernels use this
 
         try:
             cost = self._read(lambda client: client.cost(self._settings.lease_id))
@@ -310,7 +313,7 @@ class Actions:
         request = ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=_LATER_MS)
         self._after.request(
             _SHARE,
-            # The frameworks' new limit arrives as a command of the broker.
+            # The new limit for frameworks arrives as a command from the broker.
             lambda client: _new_share(client.resize(self._settings.lease_id, request)),
             note="This kernel will request its new share when this cell ends.",
             failed="Not resized: ",
@@ -385,7 +388,7 @@ class Actions:
     def _steer(self, call: Callable[["BrokerClient"], LeaseStatus]) -> LeaseStatus:
         return call_broker(self._settings, call, revive=True)
 
-    def _read(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
+    def _read(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - any result of the call
         return call_broker(self._settings, call, timeout_s=_READ_S)
 
 

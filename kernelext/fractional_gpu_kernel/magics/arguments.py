@@ -1,4 +1,4 @@
-"""`%gpu`'s arguments: one table of commands, for parser, help and completion. An error is one sentence."""
+"""The arguments of `%gpu`. One table of commands is used for the parser, the help and the completion. Each error is one sentence."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ _SPANS = ("10m", "1h", "1d")
 
 
 class Argument(NamedTuple):
-    """An argument, or an option (with dashes). `values` complete it; `kind` names completions made on demand."""
+    """An argument, or an option if its name begins with dashes. `values` complete it. `kind` selects completions that are computed."""
 
     name: str
     metavar: str
@@ -178,11 +178,11 @@ MEASURE_NAME = "%%gpu measure"
 
 
 class ArgumentsError(Exception):
-    """Invalid arguments; the text names what is allowed."""
+    """The arguments are invalid. The text says what is allowed."""
 
 
 class HelpRequested(Exception):  # noqa: N818 - not an error
-    """`-h` was given; the text is the help."""
+    """The user requested help with `-h`. The text is the help."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -213,7 +213,7 @@ def parse(line: str) -> argparse.Namespace:
     name, *words = _words("%gpu", line) or ["status"]
     if name in ("-h", "--help"):
         raise HelpRequested(overview())
-    if name == MEASURE.name:  # the cell magic without a cell
+    if name == MEASURE.name:  # this is the cell magic, used without a cell
         _parser(name).parse_args(words)
         raise ArgumentsError("%gpu measure needs a cell: write %%gpu measure as the first line of the cell to measure")
     if name == "note" and words and words[0] not in ("-h", "--help", "--clear"):
@@ -289,14 +289,14 @@ def _parser(name: str) -> _Parser:
         return _Parser(MEASURE_NAME, MEASURE)
     if name in COMMANDS:
         return _Parser(f"%gpu {name}", COMMANDS[name])
-    import difflib  # noqa: PLC0415 - for slips only
+    import difflib  # noqa: PLC0415 - only needed for misspelt names
 
     close = difflib.get_close_matches(name, COMMANDS, 1)
     hint = f" Did you mean %gpu {close[0]}?" if close else ""
     raise ArgumentsError(f"%gpu {name[:50]} is unknown; choose one of: {', '.join(COMMANDS)}.{hint}")
 
 
-# Completion asks the broker for fractions and pools once a minute at most, with a short timeout: a completion must not block.
+# Completion asks the broker for fractions and pools at most once a minute, with a short timeout, because a completion must not block.
 
 _LINE = re.compile(r"\s*(%%?)gpu\s(.*)", re.DOTALL)
 _TIMEOUT_S = 0.3
@@ -310,7 +310,7 @@ class Completer:
         self._read_s = -_KEEP_S
 
     def complete(self, line: str) -> tuple[str, list[str]] | None:
-        """Return the fragment before the cursor (`line`'s end) and its completions; None for other lines."""
+        """Return the fragment before the cursor, which is at the end of `line`, and its completions. Return None for other lines."""
         match = _LINE.fullmatch(line)
         if match is None:
             return None
@@ -333,7 +333,7 @@ class Completer:
         names = [name for name, option in options.items() if option.repeatable or name not in words]
         if fragment.startswith("-"):
             return [*names, "--help"]
-        given, value_follows = 0, False  # words that are neither options nor their values
+        given, value_follows = 0, False  # the number of words that are neither options nor values of options
         for word in words:
             given += not (value_follows or word.startswith("-"))
             value_follows = not value_follows and word in options and not options[word].is_flag
@@ -344,7 +344,7 @@ class Completer:
     def _values(self, argument: Argument) -> list[str]:
         if argument.kind == "command":
             return [*COMMANDS, MEASURE.name]
-        if argument.kind == "memory":  # shares of the device, whose size came with the last grant
+        if argument.kind == "memory":  # parts of the device, whose size came with the last grant
             device = os.environ.get(DEVICE, "")
             device_mib = int(device) if device.isascii() and device.isdigit() else 81920
             return [format_memory(device_mib // part).replace(" ", "") for part in (8, 4, 2, 1)]

@@ -1,12 +1,12 @@
-"""Calls to the broker from `%gpu`: immediately, or when the cell has ended.
+"""Calls to the broker from `%gpu`, which are made immediately or after the cell has ended.
 
-Immediately (`call_broker`): a separate thread makes the call, and the cell's thread waits on a queue, so that an interrupt works at any
-time. It closes the connection, and the broker withdraws what it has not started. A broker that does not answer is reported within 5 s, on
-the live line if any, or as an error.
+`call_broker` makes a call immediately. A separate thread makes the call and the cell's thread waits on a queue, so that an interrupt works
+at any time. An interrupt closes the connection, and the broker withdraws the request if it has not started it. If the broker does not
+answer, this is reported within 5 s, on the live line if there is one, or else as an error.
 
-When the cell has ended (`AfterCell`): a broker suspends or moves only an idle kernel. So the command leaves a note, a thread makes the call
-when the cell has ended and its event loop has continued, and the result replaces the note. A subshell has its own loop, so its command does
-not wait for the main shell, whose cell may be at a breakpoint. The later of two contradictory commands wins.
+`AfterCell` makes calls after the cell has ended, because a broker suspends or moves only an idle kernel. The command shows a note. When the
+cell has ended and its event loop has continued, a thread makes the call, and the result replaces the note. A subshell has its own loop, so
+its command does not wait for the main shell, whose cell may be at a breakpoint. The later of two contradictory commands wins.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ def call_broker(
     revive: bool = False,
     line: LiveLine | None = None,
 ) -> T:
-    """Return the result of `call`. `revive`: start a broker first if none answers.
+    """Make a call and return its result. If `revive` is set and no broker answers, start one first.
 
-    If the answer takes longer than a moment, `line` shows how this kernel waits for its new share. Raises FractionalGPUError, or
-    KeyboardInterrupt, after which the connection is closed.
+    If the answer takes longer than a moment, `line` shows how this kernel waits for its new share. Raises FractionalGPUError or
+    KeyboardInterrupt. After an interrupt, the connection is closed.
     """
     notes: SimpleQueue[object] = SimpleQueue()
 
@@ -62,7 +62,7 @@ def call_broker(
             loud_from = time.monotonic() + QUIET_S
             news: object = None
             while news is not asked:
-                quiet_s = loud_from - time.monotonic()  # only a slow answer is worth two more connections
+                quiet_s = loud_from - time.monotonic()  # only a slow answer justifies two more connections
                 if quiet_s <= 0:
                     silence.start()
                     if line is not None:
@@ -140,14 +140,14 @@ class _PendingCall(Generic[T]):
 
 
 def close_soon(client: "BrokerClient") -> None:
-    """Close the client now, and again soon: its thread may just be opening a connection that the first `close` misses."""
+    """Close the client now and again soon, because its thread may just be opening a connection that the first `close` misses."""
     client.close()
     again = threading.Timer(_AGAIN_S, client.close)
     again.daemon = True
     again.start()
 
 
-Call = Callable[["BrokerClient"], str]  # returns the sentence to show if it is the last one
+Call = Callable[["BrokerClient"], str]  # the sentence that the last call returns is shown
 
 
 class AfterCell:
@@ -157,9 +157,9 @@ class AfterCell:
         self._newest: dict[str, _DeferredRequest] = {}
 
     def request(self, kind: str, *calls: Call, note: str, failed: str, command: str) -> None:
-        """Show `note`, and make the calls when the cell has ended. Then replace the note by the last call's sentence, or `failed` and why.
+        """Show `note`, and make the calls when the cell has ended. Withdraw an earlier request of this kind.
 
-        Withdraws an earlier request of this kind.
+        Afterwards the sentence from the last call replaces the note. If a call fails, `failed` and the reason replace it.
         """
         self.withdraw(kind, command)
         self._newest[kind] = _DeferredRequest(
@@ -195,7 +195,7 @@ class _DeferredRequest:
         self._line = LiveLine(shell)
         self._line.show(note)
         self._context = contextvars.copy_context()  # so that the result appears in this cell
-        # The cell's thread; None: not in a shell's event loop.
+        # The thread of the cell, or None if it does not run in the event loop of a shell.
         self._shell_thread = None if _running_loop() is None else threading.get_ident()
         shell.events.register("post_execute", self._after_cell)
 
@@ -210,8 +210,8 @@ class _DeferredRequest:
 
     def _after_cell(self) -> None:
         if self._shell_thread not in (None, threading.get_ident()):
-            return  # another shell's cell has ended
-        with suppress(ValueError):  # registered once for each request; another call may have removed it
+            return  # a cell in another shell has ended
+        with suppress(ValueError):  # this is registered for each request, and another call may have removed it
             self._shell.events.unregister("post_execute", self._after_cell)
         if self._withdrawn:
             return
@@ -224,7 +224,7 @@ class _DeferredRequest:
         else:
             loop.call_soon(
                 thread.start
-            )  # not now: the kernel is busy until its loop continues, and the broker would refuse
+            )  # not now, because the kernel is busy until its loop continues, and the broker would refuse
 
     def _make_calls(self) -> None:
         try:
@@ -247,7 +247,7 @@ class _DeferredRequest:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return this thread's event loop; None in a terminal, and in threads that cells start."""
+    """Return the event loop of this thread. Return None in a terminal and in threads that cells have started."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,14 +1,14 @@
-"""Runs the code of `%%gpu measure` in a separate process: a script that the measurement starts for each tenant and step.
+"""Runs the code of `%%gpu measure` in a separate process. The measurement starts this script for each tenant and step.
 
     python -P cell_runner.py JOB
 
-JOB is a JSON file: `setup`, a list of names and sources, `cell`, a source, and `from_start`. Sources are plain Python, as IPython
-transforms it.
+JOB is a JSON file with `setup` (a list of names and sources), `cell` (a source) and `from_start`. Sources are plain Python after IPython's
+transformations.
 
-- The setup runs once, then the cell repeatedly. Each run but the first, a warm-up, is a unit of work, reported by `measure.tick` after
-  torch and CuPy have finished their work. A cell that calls `tick` counts its own units.
-- With `from_start` setup and cell run once: the process is the unit of work.
-- Output is dropped, except errors. `get_ipython()` works, with `%gpu` magics that do nothing.
+- The setup runs once, and then the cell runs repeatedly. The first run is a warm-up. Each later run is a unit of work, which `measure.tick`
+  reports after torch and CuPy have finished their work. A cell that calls `tick` itself counts its own units.
+- With `from_start`, the setup and the cell run only once, and the whole process is the unit of work.
+- All output except errors is dropped. `get_ipython()` works, but its `%gpu` magics do nothing.
 """
 
 import ast
@@ -34,9 +34,9 @@ def main(arguments: list[str]) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, "")  # as in a kernel
     os.environ["MPLBACKEND"] = "Agg"
-    reports = os.environ.pop(FILE, "")  # only the cell's own reports count
+    reports = os.environ.pop(FILE, "")  # so that reports during the setup do not count
     module = ModuleType("__main__")
-    sys.modules["__main__"] = module  # what the code defines can be pickled
+    sys.modules["__main__"] = module  # so that objects of classes in the code can be pickled
     setattr(builtins, "display", lambda *_, **__: None)  # noqa: B010 - IPython's kernels have it there
     sources = [*job["setup"], ("the cell", job["cell"])]
     if any("get_ipython" in source for _, source in sources):
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
                 _repeat(cell, module, loop, reports)
         except NameError as error:
             traceback.print_exc()
-            print(f"{error.name or 'a name'!r} {SETUP_HINT}", file=sys.stderr)  # noqa: T201 - its last line is quoted
+            print(f"{error.name or 'a name'!r} {SETUP_HINT}", file=sys.stderr)  # noqa: T201 - the measurement quotes the last line
             return 1
         except Exception:  # noqa: BLE001 - the user's code raised it
             traceback.print_exc()
@@ -98,14 +98,14 @@ def _wait_for_device() -> None:
 
 
 def _make_shell(module: ModuleType) -> None:
-    from IPython.core.interactiveshell import InteractiveShell  # noqa: PLC0415 - most code needs none of it
+    from IPython.core.interactiveshell import InteractiveShell  # noqa: PLC0415 - most code does not need it
     from traitlets.config import Config  # noqa: PLC0415 - as above
 
     config = Config()
     config.HistoryManager.enabled = False
     shell: Any = InteractiveShell.instance(config=config, user_module=module, user_ns=module.__dict__)
     shell.register_magic_function(lambda _line: None, "line", "gpu")
-    # Bursts do nothing either: the measurement decides the process's share.
+    # Bursts do nothing either, because the measurement sets the share of the process.
     for name in ("gpu", "cpu"):
         shell.register_magic_function(lambda _line, cell: shell.run_cell(cell).raise_error(), "cell", name)
     sys.modules["__main__"] = module

@@ -1,6 +1,6 @@
-"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. `actions` does the work, and is imported at first use.
+"""The magics `%gpu`, `%%gpu` and `%%cpu` in IPython. `actions` does the work, and is imported at the first use.
 
-A cell of `%gpu` lines never waits for the GPU and never counts as running, so the gate can be shut beneath it.
+A cell that has only `%gpu` lines never waits for the GPU and never counts as running, so the gate can be shut while it runs.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GPURequestError(Exception):
-    """A valid command that a pool's policy or the broker refused."""
+    """The policy of a pool or the broker refused a valid command."""
 
 
 class Magics:

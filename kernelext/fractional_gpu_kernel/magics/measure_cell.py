@@ -1,8 +1,8 @@
-"""`%%gpu measure`: which share of a GPU is enough for a cell's code.
+"""`%%gpu measure`, which finds out what share of a GPU is enough for the code of a cell.
 
-The code runs as in `jupyter gpu measure`, in separate processes with separate leases, without this kernel's variables; `--setup` names the
-cells that define them. The measurement is a child in a separate session: it gets the kernel's interrupts only from here, and ends with its
-standard input when the kernel ends.
+The code runs as in `jupyter gpu measure`, in separate processes with separate leases. These do not have the variables of this kernel, so
+`--setup` names the cells that define the variables. The measurement is a child process in a separate session. It gets the kernel's
+interrupts only from this module, and it ends with its standard input when the kernel ends.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _SPEAKER: Final = re.compile(r"^jupyter gpu(?: measure)?: (?:nothing could be me
 _PART: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 _OWN: Final = re.compile(r"\s*%%gpu\s+measure\b")
 _NO_MEASUREMENT: Final = "Nothing was measured: "
-_END_S: Final = 30.0  # for programs and leases to end after an interrupt
+_END_S: Final = 30.0  # how long programs and leases may take to end after an interrupt
 _KEPT_LINES: Final = 3
 _WRONG_WORDS, _INTERRUPTED = 2, 128 + signal.SIGINT
 
@@ -50,16 +50,16 @@ class MeasurementView(View):
     def html(self) -> str:
         lines = "".join(f"<div>{escape(one)}</div>" for one in self._sentences)
         table = escape("\n".join(self._table))
-        # Wider than a small screen: scrolled by keyboard.
+        # The table is wider than a small screen, so it can be scrolled with the keyboard.
         region = 'role="region" tabindex="0" aria-label="All figures"'
         return f'{lines}<pre {region} style="font-size:90%;overflow-x:auto">{table}</pre>'
 
 
 def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped
-    """Measure the cell's code, show progress, then the result.
+    """Measure the cell's code. Show the progress and then the result.
 
-    Raises ArgumentsError, RefusedError if nothing could be measured, or SyntaxError. An interrupt raises KeyboardInterrupt after all
-    processes have ended and the result so far is shown.
+    Raises ArgumentsError, SyntaxError, or RefusedError if nothing could be measured. After an interrupt, this raises KeyboardInterrupt when
+    all processes have ended and the result so far has been shown.
     """
     job = {
         "setup": _setup(shell, arguments.setup),
@@ -70,7 +70,7 @@ def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, 
     with (
         suppress(FractionalGPUError),
         settings.connect() as client,
-    ):  # the measurement starts a broker, or reports why not
+    ):  # the measurement starts a broker, or reports why it cannot
         lease = client.lease(settings.lease_id)
     options = ["--json", "--end-with-input"]
     if arguments.pool is None and lease is not None:
@@ -81,7 +81,8 @@ def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, 
             continue
         values = [value] if isinstance(value, str) else value
         options += [option.name] if option.is_flag else [f"{option.name}={one}" for one in values]
-    # In memory: a killed kernel leaves no file, and the disk may be full. Measured processes open it by this process's descriptor.
+    # The file is in memory, so a killed kernel leaves no file, and the disk may be full. Measured processes open the file through the
+    # descriptor of this process.
     with os.fdopen(os.memfd_create("gpu-measure-cell"), "w", encoding="utf-8") as file:
         json.dump(job, file)
         file.flush()
@@ -104,13 +105,13 @@ def _setup(shell: Any, text: str | None) -> list[tuple[str, str]]:  # noqa: ANN4
     found = []
     for number in setup_numbers(text, last=shell.execution_count - 1) if text is not None else ():
         raw = history[number] if number < len(history) else ""
-        if not _OWN.match(raw):  # a measurement left nothing in this kernel either
+        if not _OWN.match(raw):  # a measurement defined nothing in this kernel either
             found.append((f"cell {number}", _source(shell, f"cell {number}", raw)))
     return found
 
 
 def setup_numbers(text: str, *, last: int) -> list[int]:
-    """Parse `1-3,5` into execution numbers in the given order; `last` is the newest cell's. Raises ArgumentsError."""
+    """Parse a list such as `1-3,5`, and return the execution numbers in this order. `last` is the newest number. Raises ArgumentsError."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -136,7 +137,7 @@ class _Measurement:
         self._status = 0
 
     def run(self) -> None:
-        """Run the measurement. After an interrupt, wait for its processes to end; a second interrupt kills them."""
+        """Run the measurement. After an interrupt, wait until its processes have ended. A second interrupt kills them."""
         self._line.show("Starting the measurement. Interrupt the kernel to stop it; the results so far are shown.")
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "measure", *self._options],
@@ -159,13 +160,13 @@ class _Measurement:
                 except KeyboardInterrupt:
                     process.send_signal(signal.SIGINT)
                     self._line.show("Stopping the measurement: its programs and leases are ending.")
-                    # Even if it just ended: the user has interrupted the cell.
+                    # Do this even if the measurement has just ended, because the user has interrupted the cell.
                     self._status = _INTERRUPTED
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(_END_S)
             finally:
                 if process.poll() is None:
-                    process.kill()  # its programs get SIGTERM from the system, and the broker ends their leases
+                    process.kill()  # the system then sends SIGTERM to its programs, and the broker ends their leases
                     process.wait()
                 for reader in readers:
                     reader.join()

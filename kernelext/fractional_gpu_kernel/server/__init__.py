@@ -1,9 +1,10 @@
-"""The Jupyter server extension: the broker's status of this server's kernels, for JupyterLab.
+"""The Jupyter server extension, which gives JupyterLab the broker's status of the kernels of this server.
 
-- One subscription to the broker per server. Browsers get changes from Jupyter's event stream and never poll. Idle cullers ignore this.
-- It sends no message to a kernel: only the user's cells make a kernel busy.
-- It shows and controls only this server's kernels, though the broker would let this uid control more.
-- It starts no broker and works without.
+- There is one subscription to the broker per server. Browsers get changes from Jupyter's event stream and never poll. Idle cullers do not
+  count this as activity.
+- It sends no messages to kernels, so that only the user's cells make a kernel busy.
+- It shows and controls only the kernels of this server, although the broker would let this uid control others, too.
+- It starts no broker, and it also works without a broker.
 """
 
 from typing import TYPE_CHECKING

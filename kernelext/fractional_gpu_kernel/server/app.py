@@ -1,4 +1,4 @@
-"""The server extension's application: routes, subscription to the broker, and the server's event stream."""
+"""The application of the server extension: its routes, its subscription to the broker, and the server's event stream."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from fractional_gpu_kernel.display.views import TopView
 
 log = logging.getLogger(__name__)
 
-# What browsers get: memory in MiB, fractions in milli-GPU, durations in milliseconds. The event logger checks events against the schemas.
+# The data for browsers. Memory is in MiB, fractions in milli-GPU and durations in ms. The event logger checks events against the schemas.
 
 STATE_ID = "urn:jupyter-fractional-gpu:state:v1"
 NOTICE_ID = "urn:jupyter-fractional-gpu:notice:v1"
@@ -46,7 +46,7 @@ _DEVICE_FIELDS = {
     **dict.fromkeys(("over_committed", "lost", "draining"), _FLAG),
     "goes_away_in_ms": _NUMBER_OR_NULL,
 }
-_STEP_PERCENT = 5  # rounds a device's demand, so that not every measurement is an event
+_STEP_PERCENT = 5  # the demand on a device is rounded, so that not every measurement causes an event
 
 
 def _items(properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,15 +110,16 @@ def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
 
 # The routes, below the server's base URL:
 #
-#     GET  /jupyter-fractional-gpu/state                     the event stream's last state, for a newly opened page
-#     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     advice about its share, for a newly opened panel
-#     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
-#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell will come soon; says nothing about the cell
+#     GET  /jupyter-fractional-gpu/state                     the last state in the event stream, for a newly opened page
+#     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     advice about the kernel's share, for a newly opened panel
+#     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30} or unpin, as with `%gpu`
+#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: the next cell will run soon; contains nothing about the
+# cell
 #
-# Requests are authenticated, authorised for `kernels` and XSRF-checked. When the browser disconnects, the action ends, and a
-# waiting resume's ticket is withdrawn. Errors are JSON with `message` and `reason`, and the broker's HTTP status.
+# Requests are authenticated, authorised for `kernels` and checked for XSRF. When the browser disconnects, the action ends, and the ticket
+# of a waiting resume is withdrawn. Errors are JSON with `message` and `reason`, with the HTTP status from the broker.
 
-_MOST_ACTIONS = 16  # at once: each has a thread
+_MOST_ACTIONS = 16  # at the same time, because each action has a thread
 _LONGEST_PIN_MIN = 7 * 24 * 60
 _SIGN_MS = 60_000
 _KERNEL = r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/"
@@ -128,7 +129,7 @@ Action = Callable[[BrokerClient, str], LeaseStatus | None]
 
 class _Handler(APIHandler):
     auth_resource = "kernels"
-    under_way = 0  # of all requests
+    under_way = 0  # the number of actions in progress, over all requests
     _call: asyncio.Task[LeaseStatus | None] | None = None
 
     def initialize(self, app: "FractionalGPUApp") -> None:
@@ -264,7 +265,7 @@ class FractionalGPUApp(ExtensionApp):
         return state(self._status, set(self.serverapp.kernel_manager.list_kernel_ids()))
 
     def lease_of(self, kernel_id: str) -> LeaseStatus:
-        """Return the kernel's lease. Raises NotFoundError, or ConflictError if the kernel has none."""
+        """Return the lease of the kernel. Raises NotFoundError if there is no such kernel, and ConflictError if it has no lease."""
         if not self._is_ours(kernel_id):
             raise NotFoundError("this server has no such kernel; it may have been shut down", reason="unknown-kernel")
         leases = self._status.leases if self._status is not None else []
@@ -274,7 +275,10 @@ class FractionalGPUApp(ExtensionApp):
         raise ConflictError(f"this kernel has no GPU lease at the moment; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
-        """Return the lease's token if the kernel's provisioner has it, else this server's seat token. Raises FractionalGPUError."""
+        """Return the lease's token if the kernel's provisioner has it, otherwise the token of this server's seat.
+
+        Raises FractionalGPUError.
+        """
         token: str | None = getattr(self._provisioner(kernel_id), "gpu_token", None)
         seat = own_seat() if token is None else None
         return token if seat is None else seat.token
@@ -288,7 +292,7 @@ class FractionalGPUApp(ExtensionApp):
         return kernel_id in self.serverapp.kernel_manager
 
     def _spare_holders(self) -> None:
-        """Keep kernels that hold GPU state, and this server, active for idle cullers, if the broker ends such kernels."""
+        """If the broker ends idle kernels, make kernels with GPU state, and this server, look active, so that idle cullers spare them."""
         if self._status is None or not self._status.culls_idle:
             return
         for lease in self._status.leases:
@@ -302,7 +306,7 @@ class FractionalGPUApp(ExtensionApp):
         self._emit_state()
 
     def _lost(self, error: FractionalGPUError) -> None:
-        """Clear the status. A new broker sends no signal, so `follow` keeps trying."""
+        """Clear the status. A new broker does not announce itself, so `follow` keeps trying."""
         if error.reason not in {"no-broker", "hung-up"} and str(error) != self._complaint:
             self._complaint = str(error)
             log.info("GPU status: %s", error)
@@ -317,10 +321,10 @@ class FractionalGPUApp(ExtensionApp):
             self.serverapp.event_logger.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
-        """Send the new state when a kernel starts, restarts or ends, and show the kernel's notice."""
+        """Send the new state when a kernel starts, restarts or ends. Also show the kernel's notice."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
-            for _ in range(_LISTING_STEPS):  # the kernel manager lists it a moment after this event
+            for _ in range(_LISTING_STEPS):  # the kernel manager lists the kernel a moment after this event
                 if self._is_ours(kernel_id):
                     break
                 await asyncio.sleep(_LISTING_STEP_S)
@@ -328,7 +332,7 @@ class FractionalGPUApp(ExtensionApp):
         provisioner = self._provisioner(kernel_id)
         notice = getattr(provisioner, "gpu_notice", None)
         if action not in ("start", "restart") or notice is None:
-            return  # its provisioner is not ours
+            return  # this kernel does not use our provisioner
         if data.get("status") == "error" and action == "restart":
             notice = f"The kernel could not be restarted: {data['msg']}"
         if notice:
