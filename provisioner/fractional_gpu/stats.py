@@ -88,8 +88,8 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
     The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are two such
     averages. Outliers widen this interval, but have little effect on the sign test's interval, so the function returns the narrower of the
-    two. With the interval of the sign test, it returns the median as the value. The samples must be independent and symmetrically distributed,
-    like differences of two similar quantities. Raises ValueError if there are no samples.
+    two. With the interval of the sign test, it returns the median as the value. The samples must be independent and symmetrically
+    distributed, like differences of two similar quantities. Raises ValueError if there are no samples.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))
