@@ -281,7 +281,7 @@ class Arbiter:
         return lease is not None and lease.ticket is not None
 
     def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
-        """Return a pool's queue in order, as of `at_ms`, or of the last event if that is None."""
+        """Return a pool's queue in order, as of `at_ms`. If `at_ms` is None, the time of the last event is used."""
         with self._as_of(at_ms):
             return _ticket_views(self._books, pool, self._changes.forecast_recorder)
 
@@ -320,7 +320,7 @@ class Arbiter:
 
     @contextmanager
     def _as_of(self, at_ms: int | None) -> Iterator[None]:
-        """Read the books as of `at_ms`, or of the last event if that is None."""
+        """Read the books as of `at_ms`. If `at_ms` is None, the time of the last event is used."""
         event_ms = self._books.now_ms
         self._books.now_ms = max(event_ms, at_ms or 0)
         try:
@@ -414,7 +414,7 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what the meter counts, or None if the lease has no process. A lease without a process is None even if room is reserved for it.
+    """Return what the meter counts, or None if the lease has no process, even if room is reserved for it.
 
     The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
     outlived its kernel, may run on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.

@@ -357,7 +357,7 @@ class Changes:
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:
-        """Take a swap channel for the lease. Its operation carries the generation of the state change just made."""
+        """Take a swap channel for the lease. Its operation carries the generation of the last state change."""
         operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
         self._next_operation += 1
         self.operations[operation.operation_id] = lease.operation = operation

@@ -1,7 +1,7 @@
-"""The arbiter's inputs, as data. The time of an event is its `at_ms`, and the arbiter has no other clock.
+"""The arbiter's inputs, as data. `at_ms` is the time of an event, and the arbiter has no other clock.
 
-The arbiter's clock never goes back. If an event's `at_ms` is earlier than that of the last event, the time of the last event is used. Event
-logs contain the names of events and of their fields, so these names are a file format.
+The arbiter's clock never goes back. If `at_ms` is earlier than the time of the last event, the time of the last event is used. Event logs
+contain the names of events and of their fields, so these names are a file format.
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ class DeviceDrained(Event):
     """An administrator drains a device. It admits no lease, and its idle leases are suspended. With `evict_busy`, so are its busy leases.
 
     The device goes away at `deadline_ms`, if that is given (`revoke`). Until then, leases that can be saved are suspended, even during a
-    cell, and users of the others get a `UserNotice`. After the deadline, the drain continues like one without a deadline. A later event
-    replaces this one.
+    cell, and the users of other leases get a `UserNotice`. After the deadline, the drain continues like a drain without one. A later
+    event replaces this one.
     """
 
     device_id: str
@@ -132,8 +132,8 @@ class LeftBehind(LeaseEvent):
     """The kernel process has ended, but its child processes still have memory on a device, or saved on the host.
 
     The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` reports that they have ended, or `Attached`
-    reports a new kernel process. A saved lease gets a ticket. `what` describes the processes. If they change, the event is sent again. It
-    is ignored for a lease without a device or saved memory.
+    reports a new kernel process. A saved lease gets a ticket. `what` describes the processes. If they change, the event is sent again.
+    The event is ignored for a lease without a device or saved memory.
     """
 
     what: str
@@ -182,7 +182,7 @@ class Wanted(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwanted(LeaseEvent):
-    """No cell waits any more, because it was interrupted or its client is gone. The ticket is withdrawn. A resume in progress completes."""
+    """No cell waits any more, because the wait was interrupted or the client is gone. The ticket is withdrawn, but a resume completes."""
 
     interrupted: bool = False  # the wait was interrupted before the GPU or an answer came
 
@@ -243,7 +243,7 @@ class Shrunk(LeaseEvent):
 class Checkpointable(LeaseEvent):
     """The broker found out whether the lease's process can be checkpointed.
 
-    `why_not` is a sentence that explains why it never can be, or empty if it can.
+    `why_not` is a sentence that explains why it never can be. It is empty if the process can be checkpointed.
     """
 
     why_not: str = ""
@@ -270,7 +270,8 @@ class SuspendRequested(LeaseEvent):
 class MoveRequested(LeaseEvent):
     """An administrator moves an idle, resident lease to `device_id`, or to any other device of its pool if that is None.
 
-    The answer is `Suspend`, after which the lease resumes on its target automatically, or `Declined` about `move`. A move ends a pin.
+    The answer is `Suspend`, after which the lease automatically resumes on its target, or `Declined` with `about` set to "move". A move
+    ends a pin.
     """
 
     device_id: str | None = None

@@ -5,8 +5,8 @@ cost as much as restoring it will cost. This is the ski-rental problem. Whenever
 of the better choice.
 
 - Restoring costs the time of the resume.
-- Holding costs the time that other cells lose. The arbiter learns it (`HoldCosts`) from how long tickets waited for idle leases to be
-  saved, and spreads it over the memory that the pool's idle leases held during that time. It counts `_LOST_COUNTS` times.
+- Holding costs the time that other cells lose. The arbiter learns this time (`HoldCosts`) from how long tickets waited for idle leases to
+  be saved, and divides it by the memory that the pool's idle leases held meanwhile. Lost time counts `_LOST_COUNTS` times.
 - A pool may also set a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
 
 While holding costs nothing, no lease is suspended, because a ticket that needs the room takes it anyway. Saved leases use host memory,
@@ -134,7 +134,7 @@ def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn what it costs to hold idle leases from a lease that got room, with or without a ticket."""
+    """Learn what it costs to hold idle leases. This is called for each lease that gets room, with or without a ticket."""
     pool = lease.spec.pool
     # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

@@ -1,4 +1,4 @@
-"""Check the invariants of the books, recomputing every sum from scratch."""
+"""Checks the invariants of the books. Every sum is recomputed from scratch."""
 
 from collections.abc import Iterator
 
@@ -81,7 +81,7 @@ def _reservation(books: Books, lease: Lease) -> Iterator[str]:
 
 
 def _least_mib(books: Books, lease: Lease) -> int:
-    """Return the least memory that a lease must hold on each of its devices, its cap or its guaranteed memory, in MiB."""
+    """Return the least memory that a lease must hold on each of its devices, in MiB. This is its cap or its guaranteed memory."""
     spec = lease.spec
     if books.reserves_cap(lease) or spec.request_mib is None:
         return spec.reserve_mib

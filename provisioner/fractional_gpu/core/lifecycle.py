@@ -3,10 +3,10 @@
 `Lifecycle` has one method per event. `StartReservations` limits the room that leases without a process may hold or queue for, because
 nothing guarantees that their process will ever start. (Admission limits how many such leases an owner may have.)
 
-- An owner is a user, or the hub user of a seat. An owner may have one such lease that holds or queues for room, and more of them within
-  `unattached_share` of the pool's memory. While such leases alone keep out another owner's ticket, only one is allowed. The rest are
-  `parked`. A parked lease files a ticket once an earlier lease has its process, ends or loses its room. This ticket is behind the tickets
-  that other owners have filed by then.
+- An owner is a user, or the hub user of a seat. An owner may always have one such lease that holds or queues for room. Further ones must
+  fit in `unattached_share` of the pool's memory. While such leases alone keep out another owner's ticket, no further ones are allowed. The
+  rest are `parked`. A parked lease files a ticket once an earlier lease has its process, ends or loses its room. This ticket is behind the
+  tickets that other owners have filed by then.
 - The room of such a lease is kept for `unattached_hold_ms`. After that, a ticket that needs the room may take it. While no ticket waits in
   the pool, the lease keeps its room, so that a kernel that starts slowly on an idle machine loses nothing.
 

@@ -211,7 +211,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
 def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield "user" or "group", the account and the limits, for each set of limits that applies to a lease."""
+    """Yield a tuple of "user" or "group", the account and the limits for each set of limits that applies to a lease."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -228,7 +228,7 @@ def added_milli(books: Books, lease: Lease) -> int:
 
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Return why a limit makes a lease wait that would add `milli` to the use of devices, or None if no limit does."""
+    """Return why a lease that would add `milli` to the use of devices must wait because of a limit, or None if it need not."""
     for who, account, _, most in _exceeded_limits(books, lease, milli):
         return Reason(
             f"wait.{who}-limit",
@@ -240,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return "user" or "group", the account, the excess and the limit, for each limit that `milli` more on devices would exceed."""
+    """Return a tuple of "user" or "group", account, excess and limit for each limit that `milli` more on devices would exceed."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)

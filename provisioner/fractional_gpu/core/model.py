@@ -305,7 +305,10 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueDelay:
-    """How long a pool's tickets have waited. `over_bound` counts the tickets that have waited longer than others' turns explain."""
+    """How long a pool's tickets have waited.
+
+    `over_bound` counts the tickets that have waited longer than the turns of other leases explain.
+    """
 
     longest_ms: int = 0  # the longest wait
     over_bound: int = 0

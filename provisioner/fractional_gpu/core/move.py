@@ -44,7 +44,7 @@ def kept_mib(lease: Lease) -> int:
 
 
 def _may_go(books: Books, lease: Lease) -> bool:
-    """Return whether a lease has one device and no ticket, and host memory can hold its state."""
+    """Return whether a lease can be moved. It must have one device and no ticket, and host memory must be able to hold its state."""
     stays = lease.count > 1 or lease.ticket is not None or lease.revoked
     return not stays and lease.host_need_mib <= books.host_left_mib
 
@@ -221,7 +221,7 @@ _MOST_FULL_DEVICES = 8  # devices without enough memory to consider per lease, l
 
 
 _Needs = dict[str, tuple[int, int]]
-"""By lease, the thousandths of the device that it needs, and their product with the remaining time of its cell in ms."""
+"""For each lease, the part of the device that it needs, in thousandths, and this part times the remaining ms of its cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class _Move:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """The sort key, highest for the best move. Lowest priority comes first, then most gain, then least fragmentation."""
+        """A sort key that is highest for the best move. Low priority is best, then high gain, then little fragmentation."""
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 

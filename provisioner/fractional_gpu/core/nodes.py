@@ -4,12 +4,13 @@ The engine allocates the part of the count that is not in use according to its o
 
     in use by the engine's records + admitted by the pool's forecast - allocated but without a seat yet
 
-The engine's records do not contain the seats of a hub or of local users. Those reduce what the forecast admits. The records may show less
-than the seats, because Slurm forgets some when it rereads its configuration. Even then the records count, because the engine follows them.
+The engine's records do not contain the seats of a hub or of local users. These seats reduce what the forecast admits. The records may show
+less than the seats of jobs, because Slurm forgets a part of them when it rereads its configuration. Even then the records count, because
+the engine follows them.
 
-Slurm refuses a new job that requests more than any node's count, and never starts one that already waits. So the count is never below
-`least_milli`, the largest fraction on offer. One job may then start without admission, within the pool's oversubscription. While no broker
-answers, the last count is kept for a while, because a broker restarts within seconds. After that, the count is only what is in use.
+Slurm refuses a new job that requests more than any node's count, and never starts such a job if it already waits. So the count is never
+below `least_milli`, the largest fraction on offer. One job may then start without admission, within the pool's oversubscription. While no
+broker answers, the last count is kept for a while, because a broker restarts within seconds. After that, the count is only what is in use.
 """
 
 from dataclasses import dataclass

@@ -3,10 +3,10 @@
 **Allowed devices** (`allowed_devices`). A lease may go to the devices of its pool. Saved state may go to the device where it was saved, its
 home, and to devices of the same kind if the pool moves leases.
 
-**Compute.** A busy lease needs part of a device, its demand, which the arbiter learns. Busy leases that together need more than the whole
-device slow each other down (`time_slicing`). A pool that spreads leases prefers devices where the sum of the demands, including the
-newcomer's, stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest, and if there are none, the device with the
-least excess. No ticket waits for compute. Compute only ranks the devices that have enough memory, or will have it.
+**Compute.** The demand of a busy lease is the part of a device that it needs. The arbiter learns it. Busy leases that together need more
+than the whole device slow each other down (`time_slicing`). A pool that spreads leases prefers devices where the sum of the demands,
+including the newcomer's, stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest, and if there are none, the
+device with the least excess. No ticket waits for compute. Compute only ranks the devices that have enough memory, or will have it.
 
 **Memory.** Among devices that are equal in compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
 """

@@ -2,8 +2,8 @@
 
 **The simulation.** Each device has free memory, and each lease on it frees its memory at some time. An idle lease does so once it can be
 suspended, a busy lease when its cell is expected to end or can be preempted, and a suspending lease when it is saved. Tickets that need no
-busy lease to leave, or for which room is kept, are served first, in order. The others follow, because the arbiter lets small tickets
-pass. Each ticket takes the device that it can get first, waits for earlier swaps and its own, and frees its memory after a cell.
+busy lease to leave, or for which room is kept, are served first, in order. The other tickets follow, because the arbiter lets small ones
+pass. Each ticket takes the device that it can get first, waits for earlier swaps and its own swap, and frees its memory after a cell.
 
 Only the first `MOST_AHEAD` tickets and one more are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. The waits of
 tickets further back are extrapolated. `Forecasts.wait_span` corrects the result by the errors of earlier results.
@@ -99,7 +99,7 @@ class _QueueSimulation:
         return forecasts.wait_span("busy" if any(one.busy for one in given) else "swap", ready_ms)
 
     def _devices(self, lease: Lease) -> Sequence[str]:
-        """Return those of the allowed devices on which the most memory is free or held by idle leases."""
+        """Return the allowed devices on which the most memory is free or held by idle leases."""
         devices = self._books.devices
         most = sorted(allowed_devices(self._books, lease), key=lambda one: -devices[one].free_or_idle_mib)
         return most[: max(MOST_DEVICES, lease.count)]

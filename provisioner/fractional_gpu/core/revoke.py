@@ -160,18 +160,18 @@ class Candidate:
 
     @property
     def density(self) -> tuple[int, str]:
-        """The sort key for the highest value per ms first, so that the least is lost if swaps take longer than predicted."""
+        """A sort key that puts the highest value per ms first, so that the least is lost if swaps take longer than predicted."""
         return -(self.value << 20) // max(1, self.swap_ms), self.lease_id
 
     @property
     def urgency(self) -> tuple[int, bool, int, str]:
-        """The sort key for saving, by deadline, then idle before busy leases, then by value per ms."""
+        """A sort key by deadline, then with idle leases before busy ones, then by value per ms."""
         return self.deadline_ms, self.busy, *self.density
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The leases that each channel saves, in order, the latest start of each suspend, and the leases that cannot be saved."""
+    """A plan for saving leases. It has the leases of each channel in order, their latest starts, and the leases that cannot be saved."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class _Group:
         )
 
     def takes(self, load: SeatLoad) -> bool:
-        """Return whether the seat fits on one of the devices if that is empty."""
+        """Return whether the seat fits on one of the devices when the device is empty."""
         return any(load.mib <= one.capacity_mib for one in self.places)
 
     def wait_chance(self, load: SeatLoad) -> int:

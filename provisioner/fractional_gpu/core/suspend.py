@@ -126,7 +126,7 @@ def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the waiting lease will precede the busy `victim`, or None if it will not merely by waiting."""
+    """Return when the waiting lease will precede the busy `victim`, or None if waiting alone is not enough."""
     if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
         return None
     pool = books.policy(lease)
@@ -138,14 +138,14 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
 
 
 def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the waiting lease may first preempt the busy `victim`, or None if it may not merely by waiting."""
+    """Return when the waiting lease may first preempt the busy `victim`, or None if waiting alone is not enough."""
     before_ms = goes_before_from_ms(books, lease, victim)
     had_turn_ms = preemptible_from_ms(books, victim) if before_ms is not None else None
     return None if before_ms is None or had_turn_ms is None else max(before_ms, had_turn_ms)
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the lease's virtual time will be less than that of `victim`, which has the same priority, or None if never."""
+    """Return when the lease will have less virtual time than `victim`, which has the same priority, or None if waiting is not enough."""
     mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:
@@ -158,7 +158,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time to compare with that of `other`, the milli-GPU by which it grows now, and the weight."""
+    """Return the virtual time to compare with the one of `other`, the milli-GPU by which it grows now, and the weight."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -313,7 +313,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that cover the shortage and fit in host memory, without unneeded ones, or () if no leases do."""
+    """Return the first leases that cover the shortage and fit in host memory, or () if they are too few. Leave out unneeded ones."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
@@ -475,7 +475,7 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return the cheapest plan to make room, or the reason if only host memory is too short for it, or None if there is no plan.
+        """Return the cheapest plan to make room, or None if there is none, or the reason if only host memory is too short.
 
         Leases in `also` leave in any case. With `between_cells`, the plan may use busy leases that yield at the end of their cells.
         """

@@ -1,4 +1,4 @@
-"""Parse and format units: `20GiB` to MiB, `5m` to milliseconds, `1/4` to milli-GPU. Only integers are used inside."""
+"""Parses and formats sizes (`20GiB`), durations (`5m`) and fractions (`1/4`). Elsewhere these are integers."""
 
 import re
 from fractions import Fraction
@@ -83,7 +83,7 @@ def _milli(text: str) -> Fraction | None:
 
 
 def _text(value: object, *also: type) -> str | None:
-    """Return a text or number of reasonable length as text, or None."""
+    """Return a text or number as text, or None if the value is too long or of another type."""
     if isinstance(value, bool) or not isinstance(value, (str, int, *also)):
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:
@@ -100,14 +100,14 @@ def _shown(value: object) -> str:
 
 
 def format_memory(mib: int) -> str:
-    """Return `512 MiB` or `1.5 GiB`."""
+    """Return the size as text, such as `512 MiB` or `1.5 GiB`."""
     if mib < 1024:
         return f"{mib} MiB"
     return f"{mib / 1024:.1f}".removesuffix(".0") + " GiB"
 
 
 def format_duration(ms: int) -> str:
-    """Return `350 ms`, `4.2 s`, `3 min` or `1 h 20 min`."""
+    """Return the duration as text, such as `350 ms`, `4.2 s`, `3 min` or `1 h 20 min`."""
     if ms < 1000:
         return f"{ms} ms"
     if ms < 60_000:
@@ -162,10 +162,10 @@ def format_fraction(milli: int) -> str:
 
 
 def format_gpus(milli: int) -> str:
-    """Return `1/4 GPU` or `1.5 GPUs`. A sum of fractions may exceed one GPU."""
+    """Return the number of GPUs as text, such as `1/4 GPU` or `1.5 GPUs`. A sum of fractions may exceed one GPU."""
     return f"{format_fraction(milli)} GPU" if milli <= 1000 else f"{milli / 1000:g} GPUs"
 
 
 def plural(count: int, noun: str) -> str:
-    """Return `1 kernel` or `2 kernels`."""
+    """Return the count with the noun, such as `1 kernel` or `2 kernels`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

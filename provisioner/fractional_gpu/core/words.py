@@ -2,9 +2,9 @@
 
 A wait has a reason, which consists of a code, a sentence and the leases in the way. The reason is the first that applies: the state of the
 ticket's lease, the last pass over the queue, a pause after a failed resume, or the room on its devices. For each lease in the way, a clause
-of the sentence says what the lease does and until when. Kernels of the same user are named by their labels. Any other is "another user's
-kernel", without the messages of its driver or process. Its owner is named only for processes that an ended kernel left behind, because the
-owner may not know about them.
+of the sentence says what the lease does and until when. Kernels of the same user are named by their labels. Any other kernel is "another
+user's kernel", without the messages of its driver or process. Its owner is named only for processes that an ended kernel left behind,
+because the owner may not know about them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from fractional_gpu.core.suspend import preempts_from_ms, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 STRANGERS_HOLD = "processes without a lease use the rest"
-"""What `wait.stranger` says is in the way. The broker, which knows the processes, names them instead."""
+"""Describes what is in the way if the reason is `wait.stranger`. The broker knows the processes and names them instead."""
 
 _MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
@@ -66,7 +66,7 @@ def _state_reason(lease: Lease) -> Reason:
 
 
 def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Reason:
-    """Return the reason for `reason_code`, with a sentence and the leases in the way."""
+    """Return the reason with the code of `reason_code`, a sentence and the leases in the way."""
     reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
@@ -245,7 +245,7 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return the name of `other` in messages for `reader`. It is the notebook's if both have the same user, and otherwise anonymous."""
+    """Return the name of `other` in messages for `reader`. It is the notebook's name if both have the same user, or else anonymous."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 

@@ -1,4 +1,4 @@
-"""Generates synthetic load, from notebook users with the statistics of a published trace or with other habits (docs/simulator.md).
+"""Generates a synthetic load of notebook users, with the statistics of a published trace or with other habits (docs/simulator.md).
 
 Each quantity of a session has its own random numbers, so that changing one option does not change the other quantities. A seed gives the
 same trace on every machine.
@@ -65,7 +65,7 @@ _MOST_FALSE = 50  # in one gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """The signs of coming cells. They have an advance in ms, where 0 means no signs, and a percentage of false signs.
+    """The signs of coming cells, of which `false_percent` are false. There are none if `foresight_ms` is 0.
 
     A sign comes `foresight_ms` before each GPU cell, or at once if the person runs the cell sooner. False signs come at any time in a gap.
     """

@@ -128,7 +128,7 @@ class Host:
 
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
-    """Return the smallest fraction on offer that covers the session's request on a device of this size, in milli-GPU, and its cap in MiB.
+    """Return the smallest fraction on offer, in milli-GPU, that covers the session's request on such a device, and its cap in MiB.
 
     A session requests its peak memory unless it says otherwise. If it requests more than any fraction has, it gets the largest fraction.
     Raise SimulationError if no fraction covers the peak.

@@ -1,4 +1,4 @@
-"""Writes a report of the runs as one HTML file for light and dark screens. It uses only SVG, has no script and loads nothing."""
+"""Writes a report of the runs as one HTML file for light and dark screens. It has only SVG and no script, and loads nothing."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

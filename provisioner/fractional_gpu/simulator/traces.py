@@ -1,4 +1,4 @@
-"""Reads and writes session traces. They consist of two CSV files with sessions and their cells (docs/simulator-files.md).
+"""Reads and writes session traces. A trace has two CSV files, for sessions and for their cells (docs/simulator-files.md).
 
 In memory, all values are integers, in milliseconds, MiB or percent.
 """

@@ -311,7 +311,7 @@ class Forecasts:
     def _record_outcome(
         self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
     ) -> None:
-        """Compare a forecast with its outcome, and adapt the bounds. `stated` is the forecast that was shown, if that was another."""
+        """Compare a forecast with its outcome, and adapt the bounds. `stated` is the forecast that was shown, if it differs from `span`."""
         happened = max(0, happened)
         stated = stated or self._stated(kind, name, span)
         self.accuracy.setdefault(kind, Accuracy()).compare(stated, happened)
@@ -371,7 +371,7 @@ class Forecasts:
         times.began_ms, times.ended_ms, times.device_name = at_ms, None, device_name
 
     def cell_ended(self, lease_id: str, at_ms: int) -> None:
-        """Record the end of a cell. Compare it with the forecasts at its start and after half of the expected time."""
+        """Record the end of a cell. Compare it with the forecasts made at the cell's start and after half of the expected time."""
         times = self._times.get(lease_id)
         if times is None or times.began_ms is None:
             return

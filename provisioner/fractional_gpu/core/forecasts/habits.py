@@ -21,7 +21,7 @@ _LONGEST_SAMPLE_MS = 60_000  # a longer time between samples is ignored
 
 
 class HabitKind(StrEnum):
-    """The subject of a record. The values are stored in ledgers."""
+    """The kinds of subjects of records. The values are stored in ledgers."""
 
     NOTEBOOK = "notebook"
     SEAT = "seat"  # all kernels of one hub server together

@@ -1,1 +1,1 @@
-"""How much leases use devices, in integers that add up: time, shares, memory, energy, costs, and what is left of budgets."""
+"""Adds up how much leases use devices, what this costs, and what is left of budgets. All figures are integers."""

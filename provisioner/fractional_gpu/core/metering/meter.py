@@ -23,7 +23,7 @@ from fractional_gpu.core.metering.tariffs import SLICE_MS, Calendar, Tariff, utc
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow, divided
 
 _AMOUNT = 1000 * SHARE_HOUR
-"""The divisor for a price in thousandths times milli-GPU milliseconds times charged thousandths."""
+"""The divisor for the product of a price in thousandths, milli-GPU milliseconds and charged thousandths."""
 _MOST_MW = 10_000_000  # 10 kW: no device draws more, so a higher reading is wrong
 _QUIET_MS = 1000  # minimum time between readings for learning the idle draw
 _IDLE_PARTS = 8  # each reading moves the known idle draw by one part in this many
@@ -53,7 +53,7 @@ class Holding:
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease, whose time is counted up to `since_ms`. `carry` has, for each amount, the fraction of a thousandth not booked yet."""
+    """A lease, whose time is counted up to `since_ms`. `carry` holds the fraction of a thousandth of each amount not booked yet."""
 
     holding: Holding
     since_ms: int

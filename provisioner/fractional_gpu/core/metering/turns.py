@@ -1,4 +1,4 @@
-"""Records the turns of leases on their devices. A turn says when a cell asked for its device, and from when until when it ran there.
+"""Records the turns of leases on their devices. A turn says when a cell asked for its device, began to run there and stopped.
 
 A turn starts when the lease begins to work on its device, after its wait and its resume. It ends with the cell, or when the lease must
 leave. A preempted cell has two turns, of which the second asks when the first ends and continues it. Cells that follow each other without a

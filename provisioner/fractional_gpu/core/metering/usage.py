@@ -1,4 +1,4 @@
-"""The meter's figures and how to add them up. They say how much a lease used a device, or used without a device, in an hour.
+"""The meter's figures and how to add them up. They say how much a lease used in an hour, on a device or without one.
 
 All figures are integers and sums. The hourly figures add up exactly to the figures of a day, a user or a pool.
 
@@ -79,7 +79,7 @@ FIGURES = tuple(one.name for one in fields(Usage))
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """A row of the ledger: figures with their key and party."""
+    """A row of the ledger, which has figures with their key and party."""
 
     key: UsageKey
     party: Party

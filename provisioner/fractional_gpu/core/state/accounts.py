@@ -1,4 +1,4 @@
-"""The accounts of owners and groups in each pool. They have the leases, for limits, and the virtual times, for fair shares.
+"""The accounts of owners and groups in each pool. They record leases, to enforce limits, and virtual times, to share fairly.
 
 An owner's virtual time in a pool grows by milli-GPU times milliseconds, divided by the owner's weight. It grows while the owner's leases
 are busy or pinned on a device, or hold a reservation for a process that has not started. Each lease also has a virtual time, which is

@@ -119,7 +119,7 @@ class Books:
         return [lease for lease in self.leases.values() if lease.gate.closed]
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
-        """Set the lease's reservation on each of these devices. If it is 0, only record that the lease was last on these devices."""
+        """Set the lease's reservation on each of these devices. If it is 0, only record that the lease was on these devices last."""
         held_mib = held_mib if device_ids else 0
         for device in self._devices_of(lease):
             if device.spec.device_id not in device_ids or not held_mib:
@@ -312,7 +312,7 @@ class Books:
         return {lease.spec.pool for lease in self.waiting.values()}
 
     def line(self, pool: str) -> list[Lease]:
-        """Return the pool's waiting leases in the order shown to users: by priority, urgency and age.
+        """Return the pool's waiting leases in the order that users see, which is by priority, urgency and age.
 
         In a pool that shares by virtual time, virtual time precedes age. A pass serves moving leases, and tickets for which room is
         kept, before others (`Turns`).

@@ -96,7 +96,7 @@ class Ticket:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
-    """The account of an owner or group in one pool. It has the leases and pinned time, for limits, and the use, for fair shares."""
+    """The account of an owner or group in one pool. It records leases and pins, to enforce limits, and use, to share fairly."""
 
     name: str
     leases: dict[str, "Lease"] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Gate:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Expectation:
-    """Signs that a lease's next cell will come soon. Written by `Expectations`."""
+    """The signs that a lease's next cell will come soon. `Expectations` writes it."""
 
     until_ms: int  # when it lapses
     best: Sign  # the strongest sign
@@ -199,7 +199,7 @@ class Expectation:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease:
-    """A lease: what a kernel requested, and what it has now."""
+    """A lease, with what its kernel requested and what it has now."""
 
     spec: LeaseSpec
     number: int = 0  # in the order of admission
@@ -290,7 +290,7 @@ class Lease:
 
     @property
     def counted_milli(self) -> int:
-        """The demand that counts for it on its devices while it is busy or has room for a cell, in thousandths."""
+        """The demand that is counted on its devices while it is busy or has room for a cell, in thousandths."""
         if self.occupancy is OccupancyKind.BUSY:
             return self.busy_milli
         is_coming = self.let_in and self.held_mib and self.state in (LeaseState.RESIDENT, LeaseState.RESUMING)
@@ -298,7 +298,7 @@ class Lease:
 
     @property
     def resting_milli(self) -> int:
-        """The demand that counts for it while it is idle, in thousandths. This is a fraction of its full demand, for its next cell."""
+        """The demand that is counted while it is idle, in thousandths. This is a fraction of its full demand, for its next cell."""
         return self.demand_milli // _RESTING_PARTS if self.occupancy is OccupancyKind.IDLE and not self.let_in else 0
 
     @property
@@ -384,7 +384,7 @@ class Lease:
 
     @property
     def used_each_mib(self) -> int:
-        """Its use per device, in MiB. If it has several devices, each counts an equal part."""
+        """Its use per device, in MiB. If it has several devices, its use is divided equally among them."""
         return self.used_mib if self.count == 1 else -(-self.used_mib // self.count)
 
     @property
@@ -470,7 +470,7 @@ class Device:
         return self.known_sums
 
     def mib(self, kind: OccupancyKind) -> int:
-        """Return the total reservation of leases of this occupancy, MiB."""
+        """Return the total reservation of leases of this occupancy, in MiB."""
         return self.sums.mib[kind]
 
     @property
