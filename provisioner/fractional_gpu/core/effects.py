@@ -57,7 +57,7 @@ class Declined(LeaseEffect):
 class Granted(DeviceEffect):
     """The lease is resident on its devices. Open its gate."""
 
-    reserved_mib: int  # on each device: the kernel's memory limit for now
+    reserved_mib: int  # its reservation on each device, which is the kernel's memory limit for now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

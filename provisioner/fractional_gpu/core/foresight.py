@@ -181,7 +181,7 @@ def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) 
     """Return the idle leases to suspend on the device, or None if they do not free enough or may not be suspended."""
     short_mib = lease.need_mib - capacity.total_mib(device_id)
     if short_mib <= 0:
-        return None  # leases already leaving free enough: the resume follows
+        return None  # leases that are already leaving free enough, so the resume follows later
     stays = {one.lease_id for one in books.devices[device_id].holders.values() if _stays(books, one, lease)}
     host_mib = books.host_left_mib
     chosen = capacity.victims.choose(device_id, short_mib, lease, stays, host_mib=host_mib)

@@ -17,7 +17,7 @@ class LeaseState(StrEnum):
     SUSPENDING = "suspending"  # a suspend is in progress; keeps its reservation
     SUSPENDED = "suspended"  # saved to host memory (`saved_mib`); no reservation on any device
     RESUMING = "resuming"  # a resume is in progress; already holds its reservation
-    QUARANTINED = "quarantined"  # its real state is unknown; keeps its reservations until that is found
+    QUARANTINED = "quarantined"  # its real state is unknown; keeps its reservations until it is known
     ENDED = "ended"
 
 
@@ -145,27 +145,27 @@ class PoolSpec:
     fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # allowed sizes; empty = any from 1 to 1000
     oversubscription_milli: int | None = None  # limit on total requests, thousandths of capacity; None = unlimited
     idle_after_ms: int | None = None  # suspend after this idle time; 0 = at once; None = only when room is needed
-    idle_auto: bool = True  # with None: also when staying is expected to cost more than resuming
-    hold_price_milli: int = 0  # idle_auto: price of a whole device for an hour, thousandths of any currency
-    wait_price_milli: int = 40_000  # idle_auto: price of an hour that a person waits, likewise
-    # A busy lease is not preempted before this, nor is a lease suspended that has run nothing since it got room
+    idle_auto: bool = True  # if `idle_after_ms` is None, also suspend when staying would cost more
+    hold_price_milli: int = 0  # for `idle_auto`, the price of a device for an hour, in thousandths of any currency
+    wait_price_milli: int = 40_000  # for `idle_auto`, the price of an hour that a person waits, in the same unit
+    # Before this, a busy lease is not preempted, and a lease that has run nothing since it got room is not suspended
     min_residency_ms: int = 10_000
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
     revoked_ttl_ms: int = 86_400_000  # the processes of a lease whose seat has ended are ended after this
     unattached_hold_ms: int = 15_000  # how long room is kept for a kernel that is about to start
     unattached_leases: int = 64  # limit on leases without a process, per owner
-    unattached_share_milli: int = 500  # limit on the pool's memory that they hold, per owner
+    unattached_share_milli: int = 500  # limit on the part of the pool's memory that such leases hold, per owner
     retry_refused_ms: int = 30_000  # pause after a refused or aborted suspend
     max_unused_hold_ms: int | None = None  # how long a cell may hold room without using the GPU; None = until it ends
     max_passed_over: int = 8  # K of law 4
     may_move: bool = True  # leases may resume on another device of the same name, if the driver can do that
-    move_busy: bool = False  # with `may_move`: a busy lease may be moved if that makes room for a waiting one
+    move_busy: bool = False  # with `may_move`, a busy lease may be moved to make room for a waiting lease
     reserve_by: ReserveBy = ReserveBy.CAP
-    headroom_mib: int = 512  # ReserveBy.USE: reserved in addition to the used memory
+    headroom_mib: int = 512  # with ReserveBy.USE, reserved in addition to the used memory
     # Minimum residency is at least this multiple of the predicted suspend and resume, thousandths
     min_residency_swaps_milli: int = 30_000
     preempt_equals: bool = True  # weighted fair share among equal priorities, by preempting busy leases
-    # A higher priority preempts busy leases of a lower one after their minimum residency
+    # Leases of a higher priority preempt busy leases of a lower priority after their minimum residency
     preempt_priorities: bool = True
     max_pin_ms: int = 14_400_000  # longest pin; 0: no pins
     longest_claim_ms: int = 3_600_000  # 0: no claims
@@ -188,9 +188,9 @@ class PoolSpec:
     # A cell starts while its kernel is being resumed, and blocks in its first call to the device
     overlap_resume: bool = False
     compute: Compute = Compute.SPREAD  # how devices are chosen
-    # Compute.SPREAD: the demand of busy leases, thousandths of a device, above which another device is preferred
+    # With Compute.SPREAD, another device is preferred if the demand of busy leases exceeds this, in thousandths of a device
     slowdown_bound_milli: int = 1000
-    empty_devices: bool = False  # with `may_move`: idle leases are moved together if that empties a device
+    empty_devices: bool = False  # with `may_move`, idle leases are moved together if that empties a device
     foresight: Foresight = Foresight.FREE  # what happens for a lease whose next cell is expected
     foresight_swap_ms: int = 2_000  # no early swap starts if it is predicted to take longer
     # Limit on wasted early swaps to and from a device, MiB per hour
@@ -207,20 +207,19 @@ class LeaseSpec:
     fraction_milli: int
     reserve_mib: int
     priority: int = 0
-    gated: bool = (
-        True  # our extension guards its cells: it can start without a reservation; suspends cannot race with them
-    )
-    label: str = ""  # shown to people: the name of the kernel or notebook
-    request_mib: int | None = None  # guaranteed; None: the whole cap
-    devices: int = 1  # if several: whole devices (fraction_milli is 1000), all or none
+    # Our extension guards its cells, so it can start without a reservation, and its suspends cannot race with its cells
+    gated: bool = True
+    label: str = ""  # the name of the kernel or notebook, as shown to people
+    request_mib: int | None = None  # the guaranteed memory; None for the whole cap
+    devices: int = 1  # if it has several, they are whole devices (fraction_milli is 1000), and it gets all or none
     group: str = ""  # whose limits apply in addition to the owner's
     owner_weight: int = 100  # the owner's share among owners, if the pool preempts equals
     weight: int = 100  # this lease's share among its owner's leases
     seat: str = ""  # the hub seat that it draws on; empty: none
     allowed_devices: tuple[str, ...] = ()  # the devices of the pool that it may use; empty: all
-    # Its priority while its budget lasts; None: the same as `priority`
+    # Its priority while its budget lasts; None if that is `priority`
     own_priority: int | None = None
-    uid: int | None = None  # the system user that runs it; may differ from the owner; None: a seat's
+    uid: int | None = None  # the system user that runs it, who may differ from the owner; None for a seat
     # If not 0, the lease is a claim. It has no process and no gate, is never suspended, and ends with its pin this long after its grant
     claim_ms: int = 0
 
@@ -254,10 +253,10 @@ class LeaseView:
     resume: Span | None = None  # how long its resume will take, if it is suspended
     # A sentence that explains why it cannot be suspended while it is resident; empty if it can
     unsuspendable_reason: str = ""
-    gate_closed: bool = False  # its gate is closed for an older ticket: its next cell must ask before it runs
+    gate_closed: bool = False  # its gate is closed for an older ticket, so its next cell must ask before it runs
     at_gate: bool = False  # its next cell waits at the gate
     left_behind: str = ""  # description of its ended kernel's processes that still have device memory
-    revoked: bool = False  # its seat has ended: it cannot become resident without a new seat
+    revoked: bool = False  # its seat has ended, so it cannot become resident without a new seat
     ends_ms: int | None = None  # when a revoked lease's processes are ended
     demand_milli: int = 0  # learnt: how much of each device it uses while busy, thousandths
     expected_until_ms: int = 0  # its next cell is expected before this; 0: no cell expected

@@ -326,7 +326,7 @@ def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, ch
     there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
     short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
     if short_mib <= 0:
-        return  # leases already leaving free enough: the move follows
+        return  # leases that are already leaving free enough, so the move follows later
     victims = Victims(books).choose(device_id, short_mib, lease, (), host_mib=host_mib)
     if not victims or sum(victim.host_need_mib for victim in victims) > host_mib:
         return

@@ -168,7 +168,7 @@ class OperationResults:
             return
         device_ids = lease.device_ids
         if event.device_id is not None and event.device_id not in device_ids:
-            # Only one device is named. If it was one of the lease's old devices, the lease is on all of those; otherwise only on that one.
+            # The event names only one device. If that is one of the lease's old devices, the lease is on all of its old devices.
             device_ids = lease.home_ids if event.device_id in lease.home_ids else (event.device_id,)
         if state is LeaseState.SUSPENDED:
             device_ids = lease.home_ids or device_ids  # a failed resume leaves it bound to its old devices

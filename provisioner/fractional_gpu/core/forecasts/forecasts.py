@@ -241,7 +241,7 @@ class Neighbours(NamedTuple):
     device_name: str
     others: int
     model_milli: int  # the slowdown according to the model
-    stated: Span | None  # None: it started alone
+    stated: Span | None  # None if it started alone
 
 
 # -- the forecasts -----------------------------------------------------------------------------------------------------

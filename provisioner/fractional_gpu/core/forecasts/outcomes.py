@@ -119,7 +119,7 @@ class ForecastError:
     what: str  # one of `KINDS`
     count: int  # number of forecasts that were compared with their outcomes
     median_error_permille: int  # over the last 256, relative to the outcome
-    covered_permille: int  # of the last 256: outcomes between the bounds
+    covered_permille: int  # outcomes between the bounds, of the last 256
     stated_permille: int = 800  # outcomes that should be between the bounds
 
 

@@ -55,7 +55,7 @@ class WindowKind(StrEnum):
     DAY = "day"
     WEEK = "week"
     MONTH = "month"
-    ROLLING = "rolling"  # the last `rolling_s` seconds; an hour limits bursts
+    ROLLING = "rolling"  # the last `rolling_s` seconds; a window of an hour limits bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ class Budget:
     amount: int  # in the measure of the unit
     window: WindowKind
     rolling_s: int = 0
-    currency: str = ""  # Unit.MONEY: other currencies do not count
-    pools: tuple[str, ...] = ()  # pools that count; empty: all
+    currency: str = ""  # with Unit.MONEY, the only currency that counts
+    pools: tuple[str, ...] = ()  # the pools that count; empty for all
     text: str = ""  # as configured, such as `40 GPU hours per month`
 
     def subject(self, party: Party) -> Subject | None:

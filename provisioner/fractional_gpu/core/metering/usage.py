@@ -27,9 +27,9 @@ class UsageKey(NamedTuple):
     """The lease, device and hour that figures belong to."""
 
     hour_s: int  # start of the local hour, seconds since 1970
-    lease_id: str  # empty: the pool, for what no lease held
-    device_id: str  # empty: the lease held no device
-    currency: str  # of the amounts; empty: the pool has no price
+    lease_id: str  # empty for the pool's own figures, while no lease held the device
+    device_id: str  # empty if the lease held no device
+    currency: str  # the currency of the amounts; empty if the pool has no price
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class Lease:
     # Its device memory.
     device_ids: tuple[str, ...] = ()  # where its reservation is; without one, where it was last
     held_mib: int = 0  # reserved on each of its devices
-    size_mib: int = 0  # the reservation that its pool makes for it: its cap, or its use plus headroom
+    size_mib: int = 0  # the reservation that its pool makes for it, which is its cap or its use plus headroom
     used_mib: int = 0  # at the last measurement; before the first one, what was resumed, or 0
     is_measured: bool = False  # since it arrived on its devices
     unreserved_mib: int = 0  # what it uses on each device without a reservation; counts as strangers' memory
@@ -235,7 +235,7 @@ class Lease:
     last_active_ms: int = 0
     worked_ms: int = 0  # how long its cells have run on a device since its process started
     expectation: Expectation | None = None  # of its next cell
-    rhythm_ms: int | None = None  # while it is suspended: when its usual rhythm makes a cell likely
+    rhythm_ms: int | None = None  # when its usual rhythm makes a cell likely, while it is suspended
     sent_away: bool = False  # its user or an administrator requested its last suspend
     came_early: bool = False  # it was resumed, or is being resumed, for an expected cell that has not come
     left_behind: str = ""  # description of the ended kernel's processes that still have device memory
@@ -449,7 +449,7 @@ class Device:
     deadline_ms: int | None = None  # when it goes away, while it is drained
     is_exclusive: bool = False  # one lease gets the whole device
     holders: dict[str, Lease] = field(default_factory=dict)
-    known_sums: Sums | None = None  # None: the device or one of its leases has changed
+    known_sums: Sums | None = None  # None if the device or one of its leases has changed
     early_swaps: list[EarlySwap] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
 
     @property
