@@ -15,8 +15,8 @@ preemption policy. If idle leases cannot make room for a ticket, the pass closes
 - Its next cell asks before it runs, and queues behind the ticket. Until that cell is let in, its kernel runs nothing, so the lease can
   be suspended like an idle one.
 - If several leases must leave, the first that finishes its cell waits for the others, because one of them may run a cell that never ends.
-  It waits for the time that its own swap takes, and at least for a second (`gate_opens_ms`). Then it is not asked again for another
-  minimum residency.
+  It waits at most for the time that its own swap takes, or for a second if that is longer (`gate_opens_ms`). Then it is not asked again
+  for another minimum residency.
 
 A pass only chooses gates. Only the last pass of an event closes and opens them (`settle_gates`), because an earlier pass may ask for room
 that the same event frees later. If a step frees room that a ticket visited earlier might use, another pass follows (`needs_another`).

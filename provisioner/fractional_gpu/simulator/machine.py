@@ -40,7 +40,7 @@ class SharedDevice:
         return self._ends(self.running.values() if self._share() else [cell])
 
     def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
-        """Remove the cell that has ended and return it, with the new ends of the cells whose end has moved."""
+        """Remove the session's cell and return it, with the new ends of the cells whose end has moved."""
         self._advance(now_ms)
         cell = self.running.pop(session_id)
         cell.version += 1
