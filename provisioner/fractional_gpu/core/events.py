@@ -182,7 +182,10 @@ class Wanted(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwanted(LeaseEvent):
-    """No cell waits any more, because the wait was interrupted or the client is gone. The ticket is withdrawn, but a resume completes."""
+    """No cell waits any more, because the wait was interrupted or the client is gone.
+
+    The ticket is withdrawn. A resume in progress is completed.
+    """
 
     interrupted: bool = False  # the wait was interrupted before the GPU or an answer came
 

@@ -158,7 +158,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time to compare with the one of `other`, the milli-GPU by which it grows now, and the weight."""
+    """Return the lease's or its owner's virtual time for a comparison with `other`, the milli-GPU by which it grows, and the weight."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)

@@ -75,7 +75,7 @@ class GivenAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """The days with a suggested share since the suggestion."""
+    """The days on which a suggested share was used after it had been suggested."""
 
     given: GivenAdvice
     days: int

@@ -112,7 +112,7 @@ class Durations:
         self.__dict__.pop("typical", None)
 
     def of(self, lease_id: str) -> Sequence[int]:
-        """Return the lease's own durations and the typical ones together, sorted."""
+        """Return the lease's own durations and the typical durations in one sorted sequence."""
         return sorted([*self.own.get(lease_id, ()), *self.typical])
 
 
