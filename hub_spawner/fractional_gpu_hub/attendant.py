@@ -1,8 +1,8 @@
 """Runs the broker as a service of the hub, and stops it only when the hub is gone.
 
-JupyterHub stops its services before its users' servers, but a server's seat is given back after it ends: the broker must outlive the
-service. So on SIGTERM this process ends at once, as the hub expects, and leaves a child that stops the broker when the hub ends, or after
-`LINGER_S`. It runs as a script and imports only the standard library, because it stays in memory with the hub.
+JupyterHub stops its services before the servers of its users, but a server gives back its seat after it has ended. So the broker must
+outlive the service. On SIGTERM this process ends at once, as the hub expects, and leaves a child that stops the broker when the hub ends or
+after `LINGER_S`. This module runs as a script and imports only the standard library, because it stays in memory as long as the hub.
 """
 
 import os
@@ -19,19 +19,19 @@ _OURS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
 
 def main(command: Sequence[str]) -> int:
     hub = os.pidfd_open(os.getppid())
-    # Blocked before the broker starts, and read by `sigwait`: a broker that ends at once is noticed.
+    # Block the signals before the broker starts. `sigwait` reads them later, so a broker that ends immediately is noticed.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
 
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    with subprocess.Popen(command, preexec_fn=unblock) as broker:  # noqa: PLW1509 - one thread, and a mask only
+    with subprocess.Popen(command, preexec_fn=unblock) as broker:  # noqa: PLW1509 - there is only one thread, and this only sets a mask
         pidfd = os.pidfd_open(broker.pid)
         while signal.sigwait(_OURS) is signal.SIGCHLD:
             if broker.poll() is not None:
                 return broker.returncode if broker.returncode >= 0 else _ENDED_BY_SIGNAL - broker.returncode
         if os.fork():
-            os._exit(0)  # the hub waits for this process, and must not wait for the broker
+            os._exit(0)  # the hub waits for this process, but must not wait for the broker
         _stop_after(hub, pidfd)
         os._exit(0)
 

@@ -1,11 +1,12 @@
-"""The base of all spawners with a choice of GPU: the user's options, the spawn page, and the start's progress.
+"""The base of all spawners with a choice of GPU: the user's options, the spawn page, and the progress of a start.
 
 Two subclasses get the GPU in different ways:
 
-- `mixin.FractionalGPUMixin`: the hub takes a seat at the machine's broker, then starts the server.
-- `engines.spawner.EngineGPUMixin`: the engine (Slurm, Kubernetes) chooses a node, which registers the allocation as a seat at its broker.
+- With `mixin.FractionalGPUMixin`, the hub takes a seat at the machine's broker and then starts the server.
+- With `engines.spawner.EngineGPUMixin`, the engine (Slurm or Kubernetes) chooses a node, which registers the allocation as a seat at its
+  own broker.
 
-`CUDA_VISIBLE_DEVICES` is empty in every server: a process sees a GPU only through a kernel's lease.
+`CUDA_VISIBLE_DEVICES` is empty in every server, because a process gets a GPU only through the lease of a kernel.
 """
 
 import contextlib
@@ -21,14 +22,14 @@ from fractional_gpu.protocol.seats import Offers
 from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
 from fractional_gpu_hub.seats import ProgressLog, spawn_ended, spawn_error, spawn_failed
 
-_Spawner: Any = Configurable  # the spawner's class follows the mixin
+_Spawner: Any = Configurable  # the class of the spawner comes after the mixin
 _SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 
 
 class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
     """Adds a choice of GPU to a spawner. Subclasses define where offers and seats come from."""
 
-    _gpu_progress_below = True  # whether the spawner's own progress follows
+    _gpu_progress_below = True  # whether the spawner's own progress is shown after ours
 
     gpu_no_offers = "You cannot choose a GPU right now: the GPU broker does not answer. Try again in a moment."
 
@@ -54,19 +55,22 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         self._gpu_progress = ProgressLog()
 
     @default("apply_user_options")
-    def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub's
+    def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub
         return lambda spawner, options: spawner.gpu_choice(options)
 
     async def gpu_offers(self) -> Offers:
-        """Return what this user can choose from. Raises FractionalGPUError."""
+        """Return the pools and fractions that this user can choose. Raises FractionalGPUError."""
         raise NotImplementedError
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Get what was chosen, or note it for `gpu_prepare`. Raises the error that stops the spawn. If cancelled, take nothing."""
+        """Get the chosen GPU share, or store the choice for `gpu_prepare`. Raises the error that stops the spawn.
+
+        If this is cancelled, nothing is taken.
+        """
         raise NotImplementedError
 
     async def gpu_prepare(self) -> None:
-        """Adapt the spawner's settings to the choice. Called just before the server starts, even without a GPU."""
+        """Adapt the spawner's settings to the choice. This is called just before the server starts, even if it has no GPU."""
 
     def _gpu_hub(self) -> str:
         return str(getattr(self.hub, "api_url", ""))
@@ -109,7 +113,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return self._gpu_options_of(form_data, super().run_options_from_form, {FIELD, "_xsrf"})
 
     def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]:
-        """Read our part of a link such as `/hub/spawn?opt-gpu=default/250`."""
+        """Return the user options from a link such as `/hub/spawn?opt-gpu=default/250`."""
         return self._gpu_options_of(query_data, super().options_from_query, {FIELD, *KEYS})
 
     def _gpu_options_of(
@@ -123,10 +127,10 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return the pool and thousandths. Fills in what the user left out, as close to the defaults as fits.
+        """Return the pool and the milli-GPU. Fill in what the user left out with an offer that is as close to the defaults as possible.
 
-        Without a choice, or if nothing fits, the defaults apply; their refusal says what is on offer. Raises the error that stops the
-        spawn.
+        If the user has chosen nothing or no offer fits, return the defaults; if they are refused later, the refusal says what is on offer.
+        Raises the error that stops the spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
         asked = [
@@ -136,7 +140,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         ]
         can_have = [(offer.pool, one) for offer, ones in asked if not offer.why_not for one in ones if not one.why_not]
         if can_have and (choice.pool or choice.fraction_milli):
-            # The default first, then what is free, then what matches most of the default.
+            # Prefer the default, then a share that is free, then a share with the default fraction or pool.
             found, one = min(
                 can_have,
                 key=lambda it: (
@@ -157,7 +161,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return pool, milli
 
     async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
-        """Get what was chosen, then start the server. After a failure or a cancellation the hub's clean-up gives it back."""
+        """Get the chosen GPU share, then start the server. After a failure or a cancellation, the hub's clean-up gives the share back."""
         try:
             choice = self.gpu_choice(self.user_options)
             if not choice.without:
@@ -178,7 +182,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return await super().start()
 
     def clear_state(self) -> None:
-        """Restart the progress log: the hub clears the state before each start."""
+        """Clear the state and restart the progress log, because the hub calls this before each start."""
         super().clear_state()
         self._gpu_progress.begin()
 
@@ -194,7 +198,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the start's events to each viewer from the beginning, then the spawner's own."""
+        """Yield the events of the start from its beginning, and then those of the spawner below."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event
@@ -205,7 +209,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence that lists what is free now, or "". `without`: the user may choose to have no GPU."""
+    """Return a sentence that lists the shares that are free now, or "". If `without` is set, mention that a server may have no GPU."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools

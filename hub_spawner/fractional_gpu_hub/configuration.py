@@ -1,11 +1,11 @@
-"""Sets up a hub from `jupyterhub_config.py`: pools, the broker as a managed service, the spawner.
+"""Sets up a hub from `jupyterhub_config.py`: the pools, the broker as a managed service, and the spawner.
 
     from fractional_gpu_hub import configure
     configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "wait_bound": "10%"}})
 
-Mistakes stop the hub at startup, naming key, value and what is allowed. A hub that runs as root serves every user of the machine on
-`/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`; any other hub uses its user's Jupyter folders. If a system
-broker is running, the hub uses it, and its file configures the pools.
+Mistakes stop the hub at startup, with an error that names the key, the value and the allowed values. If the hub runs as root, the broker
+serves every user of the machine on `/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`. Any other hub uses the
+Jupyter folders of its user. If a system broker is running, the hub uses that broker, whose own file configures the pools.
 """
 
 import json
@@ -33,7 +33,7 @@ from fractional_gpu_hub.seats import BROKER_SERVICE, expect_service, start_with_
 
 SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
 _WHERE = "jupyterhub_config.py"
-_LONGEST_PATH = 100  # bytes, as for every socket of the broker
+_LONGEST_PATH = 100  # in bytes, as for every socket of the broker
 _ROOT_AND_SIMPLE = (
     f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, so its users' servers would, too. Each of them could "
     "administer the GPU broker and the machine, and Jupyter does not start as root by default. Set spawner='fractional-gpu-local', "
@@ -53,11 +53,12 @@ def configure(
     simulate: str | None = None,
     **settings: Any,  # noqa: ANN401 - every setting has its own type
 ) -> None:
-    """Set up the hub.
+    """Set up the hub. Raises ConfigError.
 
-    `spawner` is one of `SPAWNERS`, the registered name of another spawner with the mixin, or its class; `pools` and other `settings`
-    configure the broker (and override `jupyter_gpu_config.py`); `broker` is `managed` (the hub runs it), `system` (it is running) or
-    `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
+    `spawner` is one of `SPAWNERS`, or the registered name or the class of another spawner with the mixin. `pools` and the other `settings`
+    configure the broker and override `jupyter_gpu_config.py`. `broker` is `managed` if the hub runs the broker, `system` if it is already
+    running, or `auto`. `socket` is the path of the broker's socket. `simulate` replaces the hardware with simulated devices such as
+    `2x80GiB`.
     """
     kind = _registered(spawner) if isinstance(spawner, str) else spawner
     if issubclass(kind, EngineGPUMixin):
@@ -137,13 +138,13 @@ def _answers(path: str) -> bool:
 
 
 def _is_system_service(path: str) -> bool:
-    """Return whether a broker serves at `path` that this hub did not start earlier."""
+    """Return whether the broker that serves at `path` was not started by this hub earlier."""
     if path != SYSTEM_SOCKET or not _answers(path):
         return False
     try:
         argument = json.loads(json.loads(restart_file(path).read_text())["argv"][-1])
     except (OSError, ValueError, LookupError, TypeError):
-        return True  # not readable for this hub, or not written by a hub
+        return True  # this hub may not read it, or no hub wrote it
     return not (isinstance(argument, dict) and argument.get("settings"))
 
 
@@ -158,7 +159,7 @@ def _check_system(path: str, given: Sequence[str]) -> None:
             notes = [pool.note for pool in client.pools().pools if pool.note]
     except FractionalGPUError as error:
         raise ConfigError(f"{_WHERE}: cannot use the system's GPU broker on {path}: {error}") from error
-    for note in notes:  # a broker that the hub runs logs them itself
+    for note in notes:  # a broker that the hub runs logs its own notes
         get_logger().info(note)
 
 
@@ -174,7 +175,7 @@ def _check_socket(path: str, *, everyone: bool) -> None:
 def _add_service(
     c: Config, path: str, given: dict[str, Any], *, config_file: str | None, simulate: str | None, everyone: bool
 ) -> None:
-    """Add the broker to the hub's managed services. `everyone`: its servers run as other users."""
+    """Add the broker to the hub's managed services. `everyone` is set if the hub's servers run as other users."""
     try:
         _check_socket(path, everyone=everyone)
     except (ConfigError, FractionalGPUError) as error:
@@ -185,12 +186,12 @@ def _add_service(
         given.setdefault("state_dir", str(SERVICE_STATE))
     else:
         folder = Path(jupyter_data_dir()) / "gpu-hub"
-        if not is_network(folder):  # else the broker chooses a folder on a local disk
+        if not is_network(folder):  # on a network filesystem, the broker chooses a folder on a local disk
             given.setdefault("state_dir", str(folder))
     try:
         load(config_file, given, origin=_WHERE)
     except ConfigError as error:
-        raise ConfigError(str(error)) from None  # the hub prints the whole traceback: keep it short
+        raise ConfigError(str(error)) from None  # the hub prints the whole traceback, so keep it short
     try:
         text = json.dumps(given)
     except (TypeError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""Servers as Docker containers of this machine, on top of `dockerspawner`.
+"""Servers as Docker containers on this machine, based on `dockerspawner`.
 
-- Each user's containers run with a separate uid (`gpu_first_uid` plus the user's number in the hub), which keeps users from each other's
+- The containers of each user run with a separate uid (`gpu_first_uid` plus the user's id in the hub), so users cannot access each other's
   leases. The broker treats root in a container as root.
-- The broker runs as root on the machine, knows kernels by their pids there, and connects on the container's loopback interface.
-- A container gets the broker's socket and the seat's file, read-only, and the GPUs.
-- A container ends with its server: a reused one would have the environment of an earlier seat.
+- The broker runs as root on the machine, where it knows kernels by their pids. It connects to them on the container's loopback interface.
+- A container gets the GPUs, and read-only access to the broker's socket and the seat's file.
+- A container is removed with its server, because a reused container would have the environment of an earlier seat.
 """
 
 import inspect
@@ -19,11 +19,11 @@ from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.seats import spawn_error
 
 _SEAT = "/run/secrets/jupyter-gpu-seat.json"
-_USERS = 100  # the group of that name, as in Jupyter's own images
+_USERS = 100  # the id of the group `users` in Jupyter's own images
 
 
 class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ignore[misc] # untyped
-    """Servers in containers, with a separate uid for each user. The hub runs as root, and its images have this package."""
+    """Starts servers in containers, with a separate uid for each user. The hub must run as root, and the images must have this package."""
 
     extra_create_kwargs: Any
     extra_host_config: Any
@@ -57,16 +57,16 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         return True
 
     def gpu_user_ids(self) -> tuple[int, int]:
-        """Return the ids of this user's containers."""
+        """Return the uid and gid of this user's containers."""
         return self.gpu_first_uid + int(self.user.id), _USERS
 
     def gpu_seat_path(self, file: Path) -> str:
-        """Return the file's path in the container."""
+        """Return the path of the seat file in the container."""
         del file
         return _SEAT
 
     async def gpu_prepare(self) -> None:
-        """Give the container its uid, the socket, the seat and the GPUs. Raises the error that stops the spawn."""
+        """Give the container its uid, the socket, the seat file and the GPUs. Raises the error that stops the spawn."""
         create, host = await self._evaluated(self.extra_create_kwargs), await self._evaluated(self.extra_host_config)
         uid, gid = self.gpu_user_ids()
         user = str(create.get("user", uid)).partition(":")[0]
@@ -94,10 +94,10 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         self.read_only_volumes = binds
         self.extra_host_config = host
         if self._shares_network():
-            self.port = random_port()  # an administrator's choice: all containers share the machine's ports
+            self.port = random_port()  # all containers share the machine's ports, as the administrator has chosen
 
     def _shares_network(self) -> bool:
-        """Return whether the containers use the machine's network. Call it once the settings are evaluated."""
+        """Return whether the containers use the machine's network. Call this after the settings have been evaluated."""
         return bool(self.extra_host_config.get("network_mode", self.network_name) == "host")
 
     async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or a callable that returns one
@@ -105,7 +105,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         return dict(await found if inspect.isawaitable(found) else found)
 
     async def get_ip_and_port(self) -> tuple[str, int]:
-        """Return where the server listens."""
+        """Return the address and port on which the server listens."""
         if self._shares_network():
             return self.host_ip, self.port
         found: tuple[str, int] = await super().get_ip_and_port()

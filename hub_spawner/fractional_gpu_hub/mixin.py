@@ -1,8 +1,9 @@
 """Fractions of a GPU for any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
 
-- A server with a GPU takes a seat at the broker before its process starts, and gives it back however it ends.
-- A new seat expires unless confirmed, which happens once the hub's database holds it: a hub that dies earlier leaves no seat.
-- The server gets the path of a private file with the seat's token, never the token itself.
+- A server with a GPU takes a seat at the broker before its process starts, and gives the seat back when it ends for any reason.
+- A new seat expires unless it is confirmed. The hub confirms the seat when it is saved in its database, so a hub that dies earlier leaves
+  no seat.
+- The server gets the path of a private file that contains the seat's token, but never the token itself.
 """
 
 import contextlib
@@ -37,13 +38,13 @@ from fractional_gpu_hub.seats import (
 )
 
 _STATE = "gpu_seat"
-_SERVER_START_S = 60  # for the server itself, once it has its seat
-_RELEASE_S = 5.0  # when a server ends; if the broker does not answer by then, the seat is given back later
-_TTL_MS = 600_000  # beyond the start: until the hub has saved its state
+_SERVER_START_S = 60  # the time for the server itself to start, after it has its seat
+_RELEASE_S = 5.0  # if the broker does not answer in this time when a server ends, the seat is given back later
+_TTL_MS = 600_000  # the time after the start in which the hub must save its state
 
 
 class FractionalGPUMixin(GPUChoiceMixin):
-    """Adds a choice of GPU, a seat and its file to a spawner. Put it before the spawner's class."""
+    """Adds a choice of GPU, a seat and the seat file to a spawner. Put this class before the spawner's class."""
 
     gpu_socket: Unicode[str, str | bytes] = Unicode(
         config=True,
@@ -96,7 +97,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return int(self.gpu_wait) + _SERVER_START_S
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return uid and gid for the server's processes, None for the hub's."""
+        """Return the uid and gid of the server's processes, or None if these are the same as the hub's."""
         return None
 
     def gpu_seat_path(self, file: Path) -> str:
@@ -107,13 +108,13 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return self.gpu_socket
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may use the seat, None if the token is enough."""
+        """Return the uid that may use the seat, or None if the token is enough."""
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 
     @property
     def gpu_seat(self) -> Mapping[str, Any] | None:
-        """The running server's seat: its id, pool, fraction and file; None if it has none."""
+        """The id, pool, fraction and file of the running server's seat, or None if the server has no seat."""
         return self._gpu_seat
 
     @property
@@ -128,7 +129,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name, hub=self._gpu_hub())
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Take a seat. After a failure or a cancellation the hub's clean-up gives it back."""
+        """Take a seat. After a failure or a cancellation, the hub's clean-up gives the seat back."""
         request = await self._gpu_request(choice)
         wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
         self._gpu_progress.add(5, f"Asking for {wanted}")
@@ -147,7 +148,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
                         self._gpu_keep(request, line)
                         self._gpu_progress.add(70, f"Your server has {wanted}")
                         return
-                    if line.position != place:  # not for each line: a hint costs the broker a forecast
+                    if line.position != place:  # not for each line, because the broker must make a forecast for a hint
                         hint = await self._gpu_hint()
                     told = f"{_waiting(line)} {hint}".rstrip()
                     if place is None:
@@ -191,7 +192,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
 
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         folder = Path(self.gpu_seat_dir)
-        # One name per server and hub: it overwrites the file of a hub that died, and no other hub's.
+        # Each server of each hub has one name, so a file overwrites that of a hub that died, but no file of another hub.
         name = hashlib.sha256(f"{request.hub} {self.user.name}/{self.name}".encode()).hexdigest()[:24]
         file = folder / f"{name}.json"
         seat = Seat(
@@ -214,7 +215,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             ) from error
 
     async def poll(self) -> int | None:
-        """Poll the server, and confirm its seat once the hub has saved it. A later poll retries a failure."""
+        """Poll the server, and confirm its seat after the hub has saved it. After a failure, a later poll tries again."""
         status: int | None = await super().poll()
         if status is None and self._gpu_seat is not None and not self._gpu_confirmed and self._gpu_is_saved():
             await self._gpu_confirm()
@@ -235,18 +236,18 @@ class FractionalGPUMixin(GPUChoiceMixin):
                 self._log_name,
             )
             self._gpu_confirmed = True
-        except FractionalGPUError as error:  # if this raised, a starting hub would consider the server ended
+        except FractionalGPUError as error:  # do not raise it, or a starting hub would assume that the server has ended
             self.log.warning("Could not confirm the seat of %s, will try again: %s", self._log_name, error)
         else:
             self._gpu_confirmed = True
 
     async def run_post_stop_hook(self) -> None:
-        """Give the seat back, however the server ended."""
+        """Give the seat back. This is called when the server has ended for any reason."""
         over = [*self._gpu_over, *([self._gpu_seat] if self._gpu_seat is not None else [])]
         self._gpu_over, self._gpu_seat = [], None
         for seat in over:
             with contextlib.suppress(OSError):
-                Path(seat["file"]).unlink()  # noqa: ASYNC240 - one file of this machine
+                Path(seat["file"]).unlink()  # noqa: ASYNC240 - one local file
             try:
                 client = seat_client(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience))
                 await client.call(partial(SeatClient.release_seat, seat_id=seat["seat_id"]))
@@ -264,14 +265,14 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the seat. The hub that saved it may have died before confirming it."""
+        """Restore the seat. The hub that saved it may have died before it could confirm the seat."""
         super().load_state(state)
         seat = state.get(_STATE)
         if isinstance(seat, dict) and isinstance(seat.get("seat_id"), str) and isinstance(seat.get("file"), str):
             self._gpu_seat, self._gpu_confirmed = dict(seat), False
 
     def clear_state(self) -> None:
-        """Keep the seat for `run_post_stop_hook`: spawners clear their state as soon as the server has ended."""
+        """Clear the state, but keep the seat for `run_post_stop_hook`. Spawners call this as soon as the server has ended."""
         super().clear_state()
         if self._gpu_seat is not None:
             self._gpu_over.append(self._gpu_seat)
@@ -290,7 +291,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
 def ids_of_user(name: str) -> tuple[int, int]:
     try:
         user = pwd.getpwnam(name)
-    except (KeyError, ValueError):  # ValueError: not a possible name
+    except (KeyError, ValueError):  # ValueError if the name is not possible
         raise spawn_error(
             f"this machine has no user {name!r}, but servers here run as users of this machine; ask your administrator to add that "
             "user",

@@ -1,8 +1,8 @@
-"""The choice of a GPU for a new server: the spawn page's form, and the options that come from it or from the REST API.
+"""The choice of a GPU for a new server: the form on the spawn page, and the options that come from the form or the REST API.
 
-`user_options` has `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory` (20GiB); omitted ones get defaults,
-others belong to other code. Users can send anything, so everything is checked here. The form is plain HTML without a script, and sends one
-field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
+`user_options` may have `pool`, `fraction` (such as 1/4, 0.25 or 250m, or `none` for a server without a GPU) and `memory` (such as 20GiB).
+Options that are missing get defaults, and unknown options belong to other code. Users can send anything, so all values are checked here.
+The form is plain HTML without a script. It sends one field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ WITHOUT = "none"
 
 
 class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
-    """A pool on the nodes of a cluster. `facts`, a sentence without its full stop, replaces one machine's figures."""
+    """A pool on the nodes of a cluster. `facts` replaces the figures of a single machine. It is a sentence without a full stop."""
 
     facts: str
 
 
 class OptionsError(ValueError):
-    """Invalid options; the text says what was given, what is allowed and what to do."""
+    """The options are invalid. The text says what was given, what is allowed and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Checked options; None stands for the default."""
+    """Options that have been checked. None stands for the default."""
 
     without: bool = False
     pool: str | None = None
@@ -61,7 +61,7 @@ def parse_options(options: object) -> Choice:
 
 
 def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the user options in the form's field or a link's `opt-gpu`. Raises OptionsError."""
+    """Return the user options from the field of the form, or from `opt-gpu` of a link. Raises OptionsError."""
     chosen = form.get(FIELD)
     if not chosen:
         return {key: values[0] for key in KEYS if (values := form.get(key))}
@@ -86,7 +86,7 @@ def _scalar(value: object) -> str | int:
 def gpu_form(
     offers: Offers | None, *, chosen: tuple[str, int] | None, without: bool, allow_without: bool, problem: str = ""
 ) -> str:
-    """Return the form, with the last choice preselected: pool and fraction (`chosen`), or no GPU (`without`)."""
+    """Return the form. The last choice is preselected: the pool and fraction in `chosen`, or no GPU if `without` is set."""
     checked = _checked(offers, chosen, without=without and allow_without)
     first = checked.rpartition("/")[0]
     pools = sorted(offers.pools, key=lambda pool: pool.pool != first) if offers is not None else []

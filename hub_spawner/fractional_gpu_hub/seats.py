@@ -1,11 +1,11 @@
-"""The hub's side of seats: calls to the broker, the servers' seat files, leftover seats, and how a spawn ends.
+"""The hub's side of seats: calls to the broker, the seat files of servers, leftover seats, and how a spawn ends.
 
-Calls run in threads and are retried while a managed broker restarts. A seat is taken under the server's name, so that a retry after a
+Calls run in threads and are retried while a managed broker restarts. A seat is taken under the name of the server, so that a retry after a
 broken connection gets the same seat.
 
-A seat is left over if hub and broker are killed together, the hub's database is lost, or the broker does not answer when a server ends. So
-each hub gives leftover seats back at startup and every minute (`Reconciler`): only seats that it took itself (identified by its API's
-address), and only if the server is not starting, stopping or running with that seat.
+A seat is left over if the hub and the broker are killed together, if the hub's database is lost, or if the broker does not answer when a
+server ends. So each hub gives leftover seats back at startup and every minute (`Reconciler`). It gives back only seats that it has taken
+itself, which it recognises by the address of its API, and only if the server is not starting, stopping or running with that seat.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import SeatStatus
 
-# In JupyterHub 5 and 6, the error that stops a spawn has a reason for metrics, a sentence for the API, and HTML for the page.
+# The error that stops a spawn has a reason for metrics, a sentence for the API and HTML for the page, in JupyterHub 5 and 6.
 try:
     from jupyterhub.spawner import SpawnException
 except ImportError:  # JupyterHub 5
@@ -48,7 +48,7 @@ _STATUS = {
 
 
 class _SpawnError(web.HTTPError):
-    """An HTTPError whose text is its message, because JupyterHub 5's spawn page shows the exception's text."""
+    """An HTTPError whose text is its message, because the spawn page of JupyterHub 5 shows the text of the exception."""
 
     def __str__(self) -> str:
         return str(getattr(self, "jupyterhub_message", super().__str__()))
@@ -62,7 +62,7 @@ def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
         error: web.HTTPError = SpawnException(sentence, reason=reason, message_html=html, status_code=status)
     else:
         error = _SpawnError(status, "%s", sentence, reason=reason)
-    # Both versions' pages show these; without them they would show the exception's text.
+    # The pages of both versions show these attributes. Without them, they would show the text of the exception.
     error.jupyterhub_message = f"Your server was not started. {text}"  # type: ignore[attr-defined]
     error.jupyterhub_html_message = html  # type: ignore[attr-defined]
     return error
@@ -74,7 +74,7 @@ def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
 
 
 class ProgressLog:
-    """Progress events of successive starts. Viewers may join at any time and see a start from its beginning."""
+    """The progress events of successive starts. Viewers may join at any time, and see a start from its beginning."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -100,10 +100,10 @@ class ProgressLog:
 
     def _wake(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()  # a new one, because one that stays set would let viewers spin
+        self._changed = asyncio.Event()  # a new event, because viewers would spin on an event that stays set
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield every event of the current start, until it ends. Cancellation ends this viewer only."""
+        """Yield every event of the current start until the start ends. Cancellation affects only this viewer."""
         events, sent = self._events, 0
         while True:
             changed = self._changed
@@ -118,7 +118,7 @@ class ProgressLog:
 
 
 _WAITS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-# JupyterHub shows the global registry of prometheus_client on `/hub/metrics`. No label may be a user or a server.
+# JupyterHub shows the global registry of prometheus_client on `/hub/metrics`. Labels must not contain users or servers.
 SPAWNS = Counter(
     "jupyter_gpu_hub_spawns_total",
     "Requested servers, by outcome; `gpu` and `without` were started",
@@ -137,7 +137,7 @@ def spawn_ended(outcome: str, reason: str = "") -> None:
 
 
 def spawn_failed(error: BaseException) -> None:
-    """Count a failed spawn: `refused` if the error has a sentence for the user, else `failed` with the error's class."""
+    """Count a failed spawn as `refused` if the error has a sentence for the user, or else as `failed` with the class of the error."""
     if isinstance(error, web.HTTPError):
         spawn_ended("refused", str(getattr(error, "reason", "") or "unknown"))
     else:
@@ -153,15 +153,15 @@ def seat_client(socket: str, *, patience_s: float) -> AsyncClient[SeatClient]:
 
 BROKER_SERVICE = "gpu-broker"
 _EVERY_S = 60.0
-_PATIENCE_S = 30.0  # with a broker that starts together with the hub
+_PATIENCE_S = 30.0  # for a broker that starts together with the hub
 _POLL_S = 0.5
 _running: dict[str, "Reconciler"] = {}
 
 
 def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
-    """Create the folder of the seat files. `shared`: users with separate uids reach their files through it.
+    """Create the folder of the seat files. If `shared` is set, users with separate uids must be able to reach their files in the folder.
 
-    An existing folder keeps its mode. Raises OSError, or the error that stops the spawn if users cannot pass through.
+    An existing folder keeps its mode. Raises OSError, or the error that stops the spawn if users cannot access the folder.
     """
     try:
         folder.mkdir(mode=0o700, parents=True)
@@ -174,11 +174,11 @@ def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
                 reason="seat-file",
             ) from None
     else:
-        folder.chmod(0o711)  # pass through, not list; `mkdir` alone is subject to the umask
+        folder.chmod(0o711)  # users may access the folder but not list it; the umask would change the mode of `mkdir`
 
 
 class Reconciler:
-    """Gives one hub's leftover seats back to one broker. Runs on the hub's loop."""
+    """Gives the leftover seats of one hub back to one broker. This runs on the hub's event loop."""
 
     def __init__(self, app: Any, socket: str) -> None:  # noqa: ANN401 - JupyterHub is untyped
         self._app = app
@@ -219,16 +219,16 @@ class Reconciler:
         return bool(seat.hub == self._app.hub.api_url)
 
     def _is_used(self, seat: SeatStatus) -> bool:
-        from jupyterhub.orm import User  # noqa: PLC0415 - the service's process imports this module, and waits for no database
+        from jupyterhub.orm import User  # noqa: PLC0415 - the service's process imports this module, but does not need the database
 
         orm_user = User.find(self._app.db, seat.owner)
         if orm_user is not None:
             spawners = self._app.users[orm_user].spawners
-            # JupyterHub creates a stored server's spawner when it is looked up by name.
+            # JupyterHub creates the spawner of a stored server when the server is looked up by name.
             known = seat.server in spawners or seat.server in orm_user.orm_spawners
             if known and (spawners[seat.server].pending or _has_seat(spawners[seat.server], seat)):
                 return True
-        # An administrator may have renamed the user while the server ran.
+        # An administrator may have renamed the user while the server was running.
         return any(_has_seat(one, seat) for user in self._app.users.values() for one in user.spawners.values())
 
 
@@ -237,7 +237,7 @@ def _has_seat(spawner: Any, seat: SeatStatus) -> bool:  # noqa: ANN401 - Jupyter
 
 
 def start_reconciling(socket: str) -> None:
-    """Check the seats now and every minute. Does nothing outside a hub's process."""
+    """Check the seats now and then every minute. Outside the process of a hub, this does nothing."""
     app = _running_hub()
     if getattr(app, "hub", None) is None:
         return
@@ -251,7 +251,7 @@ def start_with_hub(socket: str) -> None:
 
 
 def expect_service(name: str, call: str) -> None:
-    """Log an error if the service that `call` added is missing when the hub serves."""
+    """Log an error if the service that `call` has added is missing when the hub begins to serve."""
 
     def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
         if not any(service.get("name") == name for service in app.services):

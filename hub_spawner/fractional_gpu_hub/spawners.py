@@ -1,4 +1,4 @@
-"""Ready spawners for servers that are processes of this machine."""
+"""Ready-made spawners for servers that run as processes on this machine."""
 
 from jupyterhub.spawner import LocalProcessSpawner, SimpleLocalProcessSpawner
 
@@ -6,12 +6,12 @@ from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 
 class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Servers of the system's users, whose uids keep them from each other's leases. The hub runs as root."""
+    """Starts servers as users of the system, whose uids protect their leases from each other. The hub must run as root."""
 
     def gpu_user_ids(self) -> tuple[int, int]:
-        """Return the ids of the system's user."""
+        """Return the uid and gid of the system user."""
         return ids_of_user(self.user.name)
 
 
 class FractionalGPUSimpleSpawner(FractionalGPUMixin, SimpleLocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Servers that all run as the hub's user, for trying out. This prevents mistakes, but not attacks."""
+    """Starts all servers as the user of the hub, for trying things out. This prevents mistakes, but not attacks."""

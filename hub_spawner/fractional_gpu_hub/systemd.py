@@ -1,7 +1,7 @@
-"""Servers as systemd units, on top of `jupyterhub-systemdspawner`.
+"""Servers as systemd units, based on `jupyterhub-systemdspawner`.
 
-A unit with a private temporary folder still sees `/run`, with the broker's socket and the seat's file. A unit with a dynamic user gets the
-file as a credential, because systemd chooses the uid only when the unit starts.
+A unit with a private temporary folder can still see `/run`, which has the broker's socket and the seat file. A unit with a dynamic user
+gets the seat file as a credential, because systemd chooses the uid only when the unit starts.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ _CREDENTIAL = "gpu-seat"
 
 
 class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: ignore[misc] # untyped
-    """Servers in separate units, each with the uid of its user. The hub runs as root."""
+    """Starts each server in a separate unit with the uid of its user. The hub must run as root."""
 
     unit_extra_properties: Any
 
@@ -26,18 +26,18 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return False  # PrivateDevices would hide the GPUs
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return the ids of the unit's user; None for a dynamic user, who gets the file as a credential."""
+        """Return the uid and gid of the unit's user. Return None for a dynamic user, who gets the seat file as a credential."""
         if self.dynamic_users:
             return None
         return ids_of_user(self._expand_user_vars(self.username_template))
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may use the seat. None for a dynamic user, whose uid is unknown yet: any process with the token may."""
+        """Return the uid that may use the seat, or None for a dynamic user, whose uid is not yet known, so that the token is enough."""
         ids = self.gpu_user_ids()
         return None if ids is None else ids[0]
 
     def gpu_seat_path(self, file: Path) -> str:
-        """Return the file's path, or the path of a dynamic user's credential."""
+        """Return the path of the seat file, or for a dynamic user the path of the credential."""
         return f"/run/credentials/{self.unit_name}.service/{_CREDENTIAL}" if self.dynamic_users else str(file)
 
     async def start(self) -> object:
@@ -47,7 +47,7 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
                 "c.SystemdSpawner.isolate_devices is True, which hides every GPU from the server; set it to False",
                 reason="configuration",
             )
-        # The unit takes one value for the property: systemdspawner expands the user's name in strings only, not in lists.
+        # Use one value for the property, because systemdspawner expands the user's name only in strings, not in lists.
         credential = self.unit_extra_properties.get("LoadCredential", "")
         if self.dynamic_users and credential and not str(credential).startswith(f"{_CREDENTIAL}:"):
             raise spawn_error(
@@ -58,7 +58,7 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return await super().start()
 
     async def gpu_prepare(self) -> None:
-        """Hand the file to a dynamic user as a credential."""
+        """If the user is dynamic, pass the seat file as a credential."""
         if self.dynamic_users and self._gpu_seat is not None:
             properties = {**self.unit_extra_properties, "LoadCredential": f"{_CREDENTIAL}:{self._gpu_seat['file']}"}
             self.unit_extra_properties = properties

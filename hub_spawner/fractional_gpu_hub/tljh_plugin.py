@@ -1,9 +1,9 @@
-"""A plugin for The Littlest JupyterHub: packages, the broker as a system service, the hub's configuration, and the kernels.
+"""A plugin for The Littlest JupyterHub. It installs packages, the broker as a system service, and the kernels, and configures the hub.
 
-TLJH finds it by the entry point `tljh`. The section `fractional_gpu` of TLJH's config.yaml has the arguments of `configure`.
+TLJH finds the plugin through the entry point `tljh`. The section `fractional_gpu` in TLJH's config.yaml has the arguments of `configure`.
 
-TLJH's hub runs in a unit without devices (`PrivateDevices`), so it cannot manage the broker, which gets its own unit. Servers run as system
-users that TLJH creates at their first start; our spawner creates them earlier, because a seat belongs to a uid.
+TLJH's hub runs in a unit without devices (`PrivateDevices`), so it cannot manage the broker, which gets a separate unit. Servers run as
+system users, which TLJH creates at their first start. Our spawner creates them earlier, because a seat belongs to a uid.
 """
 
 import subprocess
@@ -23,10 +23,10 @@ from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 SECTION: Final = "fractional_gpu"
 _FRACTIONS: Final = ("1/8", "1/4", "1/2", "1")
-_OF_TLJH: Final = frozenset({"c", "spawner"})  # arguments of `configure` that the plugin gives itself
+_OF_TLJH: Final = frozenset({"c", "spawner"})  # arguments of `configure` that the plugin sets
 
 
-hookimpl = pluggy.HookimplMarker("tljh")  # as TLJH's own marker
+hookimpl = pluggy.HookimplMarker("tljh")  # the same as TLJH's own marker
 
 
 @hookimpl
@@ -53,14 +53,14 @@ def tljh_custom_jupyterhub_config(c: Config) -> None:
 
 @hookimpl
 def tljh_post_install() -> None:
-    """Write the broker's configuration and unit, start it, and install the kernels for the users.
+    """Write the broker's configuration and unit, start the broker, and install the kernels for the users.
 
-    Raises ConfigError for a wrong section, CalledProcessError if systemd or installing the kernels fails.
+    Raises ConfigError if the section is invalid, and CalledProcessError if systemd or the installation of the kernels fails.
     """
-    from tljh.config import USER_ENV_PREFIX  # noqa: PLC0415 - TLJH's own; there only
+    from tljh.config import USER_ENV_PREFIX  # noqa: PLC0415 - only TLJH has this module
 
     pools = _section().get("pools", {"default": {}})
-    settings = load(None, {"pools": pools})  # mistakes stop the installation, instead of a broker that does not start
+    settings = load(None, {"pools": pools})  # a mistake must stop the installation, or else the broker would not start
     CONFIG.parent.mkdir(parents=True, exist_ok=True)
     CONFIG.write_text(
         f"# Written by the plugin for The Littlest JupyterHub from the section {SECTION} of its config.yaml.\n"
@@ -77,7 +77,7 @@ def tljh_post_install() -> None:
 
 
 def spawner_class(base: type) -> type:
-    from systemdspawner import SystemdSpawner  # noqa: PLC0415 - TLJH brings it
+    from systemdspawner import SystemdSpawner  # noqa: PLC0415 - TLJH installs it
 
     from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner  # noqa: PLC0415
 
@@ -89,8 +89,8 @@ class _SystemUser(FractionalGPUMixin):
     def gpu_user_ids(self) -> tuple[int, int] | None:
         return ids_of_user(self._system_name())
 
-    async def start(self) -> Any:  # noqa: ANN401 - the spawner's own answer
-        from tljh import user  # noqa: PLC0415 - TLJH's own; there only
+    async def start(self) -> Any:  # noqa: ANN401 - the result of the spawner below
+        from tljh import user  # noqa: PLC0415 - only TLJH has this module
 
         user.ensure_user(self._system_name())
         return await super().start()
@@ -103,7 +103,7 @@ class _SystemUser(FractionalGPUMixin):
 
 
 def _section() -> dict[str, Any]:
-    from tljh.configurer import load_config  # noqa: PLC0415 - TLJH's own; there only
+    from tljh.configurer import load_config  # noqa: PLC0415 - only TLJH has this module
 
     section = load_config().get(SECTION, {})
     if not isinstance(section, dict):

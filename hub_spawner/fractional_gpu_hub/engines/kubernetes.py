@@ -1,11 +1,12 @@
-"""Servers as Kubernetes pods: the choice of a GPU becomes an extended resource, on top of `jupyterhub-kubespawner`.
+"""Servers as Kubernetes pods, based on `jupyterhub-kubespawner`. The choice of a GPU becomes an extended resource.
 
-- The pod requests `fractional-gpu.jupyter.org/POOL` (thousandths of a GPU) and memory for the server and saved GPU memory. The scheduler
-  counts the share, the node's agent registers it as a seat, and the node's broker chooses the device.
-- We complete the pod after `kubespawner` and its profiles, so no profile and no `extra_pod_config` can add a share or a privilege.
-- A pod with a share has no privileges: no root, no added capability, no host namespace. A setting that grants one stops the spawn.
-- The folder of the broker's socket is mounted read-only, but no secret: the broker identifies pods by control group.
-- Each user's pods run with a separate uid, by which the broker keeps users from each other's leases.
+- The pod requests `fractional-gpu.jupyter.org/POOL` in milli-GPU, and memory for the server and for saved GPU memory. The scheduler counts
+  the share, the agent on the node registers it as a seat, and the broker on the node chooses the device.
+- We complete the pod after `kubespawner` and its profiles, so neither a profile nor `extra_pod_config` can add a share or a privilege.
+- A pod with a share has no privileges: it has no root user, no added capabilities and no host namespaces. A setting that grants a privilege
+  stops the spawn.
+- The folder of the broker's socket is mounted read-only. No secret is mounted, because the broker identifies pods by their control groups.
+- The pods of each user run with a separate uid, so the broker can prevent users from accessing each other's leases.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ from fractional_gpu_hub.options import Choice, options_of_form
 from fractional_gpu_hub.seats import spawn_error
 
 _VOLUME: Final = "jupyter-gpu-run"
-_USERS: Final = 100  # the group of that name in Jupyter's own images, to which their files belong
+_USERS: Final = 100  # the id of the group `users`, which owns the files in Jupyter's own images
 _MIB: Final = 2**20
 
 
 class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[misc] # untyped
-    """Servers as pods, with shares of the nodes' GPUs. `docs/kubernetes.md` describes what the cluster needs."""
+    """Starts servers as pods with shares of the GPUs on the nodes. `docs/kubernetes.md` describes what the cluster needs."""
 
     api: Any
     namespace: str
@@ -92,15 +93,15 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         """,
     )
 
-    _gpu_progress_below = False  # `gpu_queue` has it
-    _gpu_readers: ClassVar[dict[str, NodeReader[ClusterNode]]] = {}  # by selector
+    _gpu_progress_below = False  # `gpu_queue` includes it
+    _gpu_readers: ClassVar[dict[str, NodeReader[ClusterNode]]] = {}  # by label selector
 
     @default("allow_privilege_escalation")
     def _gpu_allow_privilege_escalation_default(self) -> bool:
         return False
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents published them. Raises EngineError."""
+        """Return the pools of all nodes, as their agents have published them. Raises EngineError."""
         selector = self.gpu_node_selector
         reader = self._gpu_readers.setdefault(selector, NodeReader(lambda: self._gpu_list(selector)))
         nodes = await reader.read(self.gpu_nodes_cache)
@@ -115,26 +116,26 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return nodes
 
     async def get_options_form(self) -> str:
-        """Return the profiles, and the choice of a GPU unless the profiles decide it."""
+        """Return the form with the profiles. Unless `gpu_in_profiles` is set, it also has the choice of a GPU."""
         if self.gpu_in_profiles:
             return str(await KubeSpawner.get_options_form(self) or "")
         return await super().get_options_form()
 
     def gpu_choice(self, options: object) -> Choice:
-        """Return the user's choice, or the profile's. Raises the error that stops the spawn."""
+        """Return the choice of the user, or of the profile if `gpu_in_profiles` is set. Raises the error that stops the spawn."""
         if not self.gpu_in_profiles:
             return super().gpu_choice(options)
         return super().gpu_choice(options_of_form({"gpu": [str(self.gpu_profile)]}))
 
     async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
-        """Start the server, with the GPU of its profile if profiles decide."""
-        self._start_future = None  # of an earlier start, with which `kubespawner`'s progress would end
+        """Start the server. If `gpu_in_profiles` is set, the profile determines its GPU share."""
+        self._start_future = None  # the future of an earlier start would end `kubespawner`'s progress
         if self.gpu_in_profiles:
             await self.load_user_options()
         return await super().start()
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield the pod's events while it starts, with the scheduler's refusal of a share in plain words."""
+        """Yield the pod's events while it starts. If the scheduler refuses a share, explain this in plain words."""
         async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
             async for event in events:
                 message = str(event.get("message", ""))
@@ -145,8 +146,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
                     )
                 yield message
 
-    async def get_pod_manifest(self) -> Any:  # noqa: ANN401 - kubespawner's
-        """Return the pod with the chosen share. Raises the error that stops the spawn if the pod would have privileges."""
+    async def get_pod_manifest(self) -> Any:  # noqa: ANN401 - as in kubespawner
+        """Return the manifest of the pod with the chosen share. Raises the error that stops the spawn if the pod would have privileges."""
         pod = await super().get_pod_manifest()
         refuse_other_shares(pod)
         if self.gpu_allocation is None:
@@ -183,7 +184,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
 
 
 def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
-    """Raise the error that stops the spawn if the settings request shares: only the choice of a GPU may."""
+    """Raise the error that stops the spawn if the settings request shares, because only the choice of a GPU may do so."""
     for container in (*(pod.spec.init_containers or ()), *pod.spec.containers):
         resources = _field(container, "resources")
         for amounts in (_field(resources, "limits"), _field(resources, "requests")):
@@ -199,7 +200,7 @@ def _give_resources(server: Any, has: Allocation) -> None:  # noqa: ANN401 - V1C
     limits, requests = dict(server.resources.limits or {}), dict(server.resources.requests or {})
     resource = pods.resource_of(has.pool)
     limits[resource] = requests[resource] = str(has.fraction_milli)
-    # Suspended kernels' saved memory counts as the pod's: with a lower limit, the pod would be killed.
+    # The saved memory of suspended kernels counts as memory of the pod. With a lower limit, the pod would be killed.
     needed = has.host_memory_mib * _MIB
     for amounts in (limits, requests):
         given = amounts.get("memory") or 0
@@ -210,11 +211,11 @@ def _give_resources(server: Any, has: Allocation) -> None:  # noqa: ANN401 - V1C
 def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noqa: ANN401 - V1Container
     ours = {
         "JUPYTER_GPU_SOCKET": socket,
-        "JUPYTER_GPU_POD_SHARE": f"{has.pool}/{has.fraction_milli}",  # which kernels the launcher shows
+        "JUPYTER_GPU_POD_SHARE": f"{has.pool}/{has.fraction_milli}",  # determines which kernels the launcher shows
         "JUPYTER_GPU_DEFAULT_POOL": has.pool,
         "JUPYTER_GPU_DEFAULT_FRACTION": f"{has.fraction_milli}m",
         "CUDA_VISIBLE_DEVICES": "",
-        "NVIDIA_VISIBLE_DEVICES": "all",  # the broker decides which one a kernel uses, and may change it
+        "NVIDIA_VISIBLE_DEVICES": "all",  # the broker chooses the device of each kernel and may change it
         "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
         "MEM_LIMIT": server.resources.limits["memory"],
         "MEM_GUARANTEE": server.resources.requests["memory"],
@@ -224,8 +225,8 @@ def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noq
 
 
 def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
-    """Apply Kubernetes' `restricted` standard, except for the host path, so that the server gains no privileges."""
-    context = dict(pod.spec.containers[0].security_context or {})  # kubespawner makes it of configuration: a mapping
+    """Apply Kubernetes' `restricted` standard, except for the host path, so that the server has no privileges."""
+    context = dict(pod.spec.containers[0].security_context or {})  # a mapping, from kubespawner's configuration
     context["allowPrivilegeEscalation"] = False
     context["runAsNonRoot"] = True
     if uid is not None:
@@ -238,11 +239,11 @@ def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
 
 
 def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
-    """Return the pod's privilege, as its field and value, or ""."""
+    """Return a privilege that the pod has, as a field and its value, or ""."""
     for field, name in (("host_pid", "hostPID"), ("host_network", "hostNetwork"), ("host_ipc", "hostIPC")):
         if _field(pod.spec, field, name):
             return f"{name}: true"
-    # Not the init containers: they have ended when the server starts, and the administrator chose what they run.
+    # Ignore init containers, because they have ended when the server starts, and the administrator has chosen what they run.
     for container in pod.spec.containers:
         context, name = _field(container, "security_context", "securityContext"), _field(container, "name")
         if _field(context, "privileged"):
@@ -259,15 +260,15 @@ def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
 
 
 def _is_of_the_node(path: str) -> bool:
-    """Return whether a host path leads to the node's administration: its root, /proc, the broker's state, a runtime's socket."""
+    """Return whether a host path gives access to the node's root folder, /proc, the broker's state or the socket of a container runtime."""
     whole = PurePosixPath("/", path)
     places = ("/proc", "/sys", "/run", "/var/run", "/var/lib/jupyter-gpu", "/var/lib/kubelet", "/etc")
-    # Both directions: /proc/1 is in /proc, and / contains it.
+    # Check both directions, because /proc/1 is in /proc, and / contains /proc.
     return any(whole.is_relative_to(place) or PurePosixPath(place).is_relative_to(whole) for place in places)
 
 
-def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping of a configuration
-    """Return the first of these fields that is set. Configurations have mappings instead of the client's models."""
+def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping from a configuration
+    """Return the first of these fields that is set. A configuration may have mappings instead of the client's models."""
     for name in names:
         value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
         if value is not None:

@@ -1,9 +1,9 @@
-"""Kubernetes' nodes and the hub's pods on them, for the page of the cluster.
+"""The nodes of a Kubernetes cluster and the hub's pods on them, for the cluster page.
 
-- Two lists: the nodes with the spawner's labels, and the server pods of the hub's namespace. Nothing is watched or written, so the hub's
-  service account needs only `list` of both.
-- A pod's user is `kubespawner`'s annotation, which anyone who may create pods in the namespace can set.
-- The hub starts the service's process with a clean environment: `service.configuration` passes on what it needs.
+- This module lists the nodes with the spawner's labels and the server pods in the hub's namespace. It watches and writes nothing, so the
+  hub's service account needs only the verb `list` for both.
+- The user of a pod comes from `kubespawner`'s annotation, which anyone who may create pods in the namespace can set.
+- The hub starts the process of the service with a clean environment, so `service.configuration` passes the variables that it needs.
 """
 
 import os
@@ -25,7 +25,7 @@ from fractional_gpu_hub.service.cluster import Cluster, ClusterServer
 from fractional_gpu_hub.service.configuration import COMPONENT_VARIABLE, NAMESPACE_VARIABLE, NODES_VARIABLE
 
 USER: Final = "hub.jupyter.org/username"
-LIST_NODES: Final = (  # what the hub does, and how it gets permission
+LIST_NODES: Final = (  # the request, and how the hub gets permission for it
     "list nodes",
     "bind the ClusterRole jupyter-gpu-hub to the hub's service account (kubectl apply --kustomize examples/kubernetes/hub)",
 )
@@ -34,7 +34,7 @@ _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterScope:
-    """The nodes (by labels) and servers (by namespace and label `component`) to list."""
+    """Selects the nodes to list by their labels, and the servers by their namespace and the label `component`."""
 
     namespace: str
     nodes: str = "fractional-gpu.jupyter.org/node=true"
@@ -54,7 +54,7 @@ def _own_namespace() -> str:
     try:
         return _OWN_NAMESPACE.read_text().strip() or "default"
     except OSError:
-        return "default"  # not in a pod: `kubespawner` uses it, too
+        return "default"  # outside a pod, `kubespawner` uses this namespace, too
 
 
 async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
@@ -96,7 +96,7 @@ def _server(pod: Pod, now: datetime) -> ClusterServer:
     begun = pod.status.start_time or pod.metadata.creation_timestamp
     try:
         milli = sum(pods.shares_of(pod.spec).values()) or None
-    except ValueError:  # its agent would not read that either
+    except ValueError:  # the agent could not parse this either
         milli = None
     return ClusterServer(
         identity=f"pod {pod.metadata.name}",

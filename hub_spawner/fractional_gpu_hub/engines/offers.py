@@ -1,9 +1,9 @@
-"""The offers of a cluster's nodes to a user, from the summaries that the nodes' agents publish.
+"""The offers of a cluster to a user, based on the summaries that the agents on the nodes publish.
 
-- A share is free on a node if its agent reports it admissible, the engine may start jobs there, and the summary is fresh.
-- A summary older than `stale_after_s` is still shown, with its age, but nothing on its node counts as free.
-- A pool's wait is the shortest forecast among its nodes that are up: the engine takes the first one that admits the job.
-- The default share is the smallest free one, or the smallest of all.
+- A share is free on a node if the agent reports that it is admissible, the engine may start jobs there, and the summary is recent.
+- A summary that is older than `stale_after_s` is still shown, with its age, but nothing on the node counts as free.
+- The wait for a pool is the shortest forecast among its nodes that are up, because the engine uses the first node that admits the job.
+- The default share is the smallest share that is free, or the smallest of all shares if none is free.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from fractional_gpu.protocol.nodes import PoolSummary, parse_summary
 from fractional_gpu.protocol.seats import FractionOffer, Offers
 from fractional_gpu_hub.options import ClusterPoolOffer
 
-WHOLE = 1000  # a device, thousandths
-ANY_FRACTIONS = (125, 250, 500, 1000)  # offered if a pool gives any fraction
+WHOLE = 1000  # a whole device, in milli-GPU
+ANY_FRACTIONS = (125, 250, 500, 1000)  # the fractions to offer if a pool allows any fraction
 NO_AGENT = "no agent has published its GPUs yet"
 
 
 class NodePool(PoolSummary, frozen=True, kw_only=True):
     node: str
-    at_s: float = 0.0  # when it was published, seconds since the epoch
-    why_not: str = ""  # why the engine starts nothing there, such as "drained"; empty: it does
+    at_s: float = 0.0  # when the summary was published, in seconds since the epoch
+    why_not: str = ""  # why the engine starts no jobs there, such as "drained", or ""
     simulated: bool = False
 
     def memory_mib(self, milli: int) -> int:
@@ -36,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node. `state`: the engine's term. `problem`: why its summary is unreadable or it accepts no jobs, in a sentence."""
+    """A node. `state` is the engine's term. `problem` is a sentence that explains why its summary is unreadable or it accepts no jobs."""
 
     name: str
     state: str
@@ -48,7 +48,7 @@ Node = TypeVar("Node", bound=ClusterNode)
 
 
 class NodeReader(Generic[Node]):
-    """Reads the nodes for all callers. Concurrent callers share one reading; later ones reuse it for a while."""
+    """Reads the nodes for all callers. Concurrent callers share one reading, and later callers reuse it for a while."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, list[Node]]]) -> None:
         self._ask = ask
@@ -57,10 +57,11 @@ class NodeReader(Generic[Node]):
         self._task: asyncio.Task[list[Node]] | None = None
 
     async def read(self, max_age_s: float) -> list[Node]:
-        """Return the nodes as read at most `max_age_s` ago. Raises EngineError. Cancellation does not affect other callers."""
+        """Return nodes that were read at most `max_age_s` ago. Raises EngineError. Cancellation does not affect other callers."""
         if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
             return self.last
-        # A task of another event loop cannot be awaited here. Shielded: one caller's cancellation must not end the others' reading.
+        # A task from another event loop cannot be awaited here. The task is shielded, so that the cancellation of one caller does not end
+        # the reading for the others.
         task, loop = self._task, asyncio.get_running_loop()
         if task is None or task.done() or task.get_loop() is not loop:
             task = self._task = loop.create_task(self._read())
@@ -74,13 +75,13 @@ class NodeReader(Generic[Node]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`now_s`: seconds since the epoch. `stale_after_s`: the age at which a summary is stale."""
+    """The current time (`now_s`, in seconds since the epoch) and the age at which a summary is stale (`stale_after_s`)."""
 
     now_s: float
     stale_after_s: float
 
     def age_s(self, node: NodePool) -> float:
-        """Return a summary's age in seconds, 0 if the node's clock is ahead."""
+        """Return the age of a summary in seconds, or 0 if the node's clock is ahead."""
         return max(0.0, self.now_s - node.at_s)
 
     def is_stale(self, node: NodePool) -> bool:
@@ -88,9 +89,9 @@ class Terms:
 
 
 def pools_of_text(node: str, text: str | None, why_not: str) -> tuple[list[NodePool], str]:
-    """Return a node's published pools, and a sentence about a problem there, or "".
+    """Return the pools that a node has published, and a sentence about a problem on that node, or "".
 
-    `why_not`: why the engine starts nothing there, in a word or two, or "".
+    `why_not` says in a word or two why the engine starts no jobs there, or is "".
     """
     if text is None:
         return [], NO_AGENT
@@ -212,9 +213,9 @@ def _default(offers: Sequence[ClusterPoolOffer]) -> tuple[str, int]:
 
 
 def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mib: int) -> int:
-    """Return the MiB of host memory to request: `base_mib` plus all GPU memory the share may have to save.
+    """Return how many MiB of host memory to request: `base_mib` plus all GPU memory that the share may have to save.
 
-    A job's memory limit includes its kernels' saved memory. The engine chooses the node, so the largest cap of all nodes decides.
+    The memory limit of a job includes the saved memory of its kernels. Since the engine chooses the node, use the largest cap of all nodes.
     """
     return base_mib + max((node.memory_mib(milli) for node in nodes if node.name == pool), default=0)
 

@@ -1,13 +1,14 @@
-"""Servers as Slurm jobs: the choice of a GPU becomes a job's request, on top of `batchspawner`.
+"""Servers as Slurm jobs, based on `batchspawner`. The choice of a GPU becomes a request of the job.
 
-- The request is `--gres=COUNT:N` (thousandths of a GPU, or shards), `--mem` (for the server and saved GPU memory) and `--partition`. Slurm
-  and the node's broker choose node and device.
-- Values from users and the hub's database become arguments of `sbatch`, or variables, never shell text; the batch script quotes them. The
-  script's template cannot use user options.
-- A job's name is `jupyter-` and a hash of hub, user and server. A job whose number was never saved is found by this name, and cancelled at
-  a stop or before the next start.
-- A server has ended only if Slurm says that its job has: a failing controller, authentication or `sudo` proves nothing.
-- A server's token may only set the server's port: `batchspawner` would let it set any attribute, including commands.
+- The request consists of `--gres=COUNT:N` (in milli-GPU or shards), `--mem` (for the server and saved GPU memory) and `--partition`. Slurm
+  chooses the node, and the broker on the node chooses the device.
+- Values from users and from the hub's database become arguments of `sbatch` or variables, but never shell text. The batch script quotes
+  them. The template of the script cannot use user options.
+- The name of a job is `jupyter-` and a hash of the hub, the user and the server. If the number of a job was never saved, the job is found
+  by this name, and cancelled when the server is stopped or before its next start.
+- A server has ended only if Slurm reports that its job has ended. A failure of the controller, of authentication or of `sudo` proves
+  nothing.
+- The token of a server may only set the server's port. `batchspawner` would let it set any attribute, including commands.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _PORTS = 65535
 _SHARD = "shard"
 _STOP_POLL_S = 0.5
-_RETRY_S = (2.0, 60.0)  # pauses between attempts to cancel a job while Slurm does not answer
+_RETRY_S = (2.0, 60.0)  # the shortest and longest pause between attempts to cancel a job while Slurm does not answer
 _SCRIPT = """\
 #!/bin/bash
 # Slurm's own variable makes `srun` pass on the listed variables only, and so no PATH.
@@ -71,7 +72,7 @@ exit $status
 
 
 class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[misc] # untyped
-    """Servers as jobs of Slurm, with shares of its nodes' GPUs. `docs/clusters.md` describes what the nodes need."""
+    """Starts servers as Slurm jobs with shares of the GPUs on the nodes. `docs/clusters.md` describes what the nodes need."""
 
     log: logging.Logger
     db: Any
@@ -84,7 +85,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     req_partition: str
     req_options: str
     batchspawner_singleuser_cmd: str
-    _gpu_progress_below = False  # batchspawner's does not end after a failure
+    _gpu_progress_below = False  # the progress of batchspawner does not end after a failure
 
     gpu_partitions: "Dict[str, str]" = Dict(
         key_trait=Unicode(),
@@ -142,8 +143,8 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
         super().__init__(**kwargs)
-        self._gpu_job: JobState | None = None  # as last read from Slurm
-        self._gpu_begun = False  # there may be a job whose number is unknown
+        self._gpu_job: JobState | None = None  # the state that was last read from Slurm
+        self._gpu_begun = False  # whether there may be a job whose number is unknown
         self._gpu_news = asyncio.Event()
         self._gpu_host = ""
 
@@ -161,7 +162,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return value
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes in their partitions, as the agents published them. Raises EngineError."""
+        """Return the pools of all nodes that are in the pools' partitions, as their agents have published them. Raises EngineError."""
         nodes = await NODES.read(self.gpu_nodes_cache)
         return [pool for node in nodes for pool in node.pools if self._gpu_is_in_partition(node, pool.name)]
 
@@ -179,7 +180,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return next(counts, "jgpu:open")
 
     def gpu_request(self, allocation: Allocation | None) -> list[str]:
-        """Return the `sbatch` options for the share, or for a server without one."""
+        """Return the `sbatch` options for a server with this share, or for a server without a share."""
         if allocation is None:
             words = [f"--mem={parse_memory_mib(self.gpu_base_memory)}M"]
             return [*words, *([f"--partition={self.req_partition}"] if self.req_partition else [])]
@@ -200,13 +201,13 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return name
 
     def _gpu_prefix(self) -> list[str]:
-        """Return the prefix of commands that act for the user, such as `sudo -E -u NAME`."""
+        """Return the prefix for commands that run as the user, such as `sudo -E -u NAME`."""
         values = {"username": self._gpu_checked_name(), "homedir": self.req_homedir}
         return [format_template(word, **values) for word in shlex.split(self.exec_prefix)]
 
     @property
     def gpu_job_name(self) -> str:
-        """The name of this server's jobs."""
+        """The name for the jobs of this server."""
         return (
             JOB_PREFIX + hashlib.sha256(f"{self._gpu_hub()}\0{self.user.name}\0{self.name}".encode()).hexdigest()[:20]
         )
@@ -228,15 +229,15 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if value := getattr(self, f"req_{option}"):
                 flag = {"runtime": "time", "nprocs": "cpus-per-task", "cluster": "clusters"}.get(option, option)
                 words.append(f"--{flag}={value}")
-        # The administrator's options come before ours: Slurm takes the last of repeated ones.
+        # The administrator's options come before ours, because Slurm uses the last one of repeated options.
         return [*words, *shlex.split(self.req_options), *self.gpu_request(self.gpu_allocation)]
 
     def cmd_formatted_for_batch(self) -> str:
-        """Return the server's command for the script, each word quoted."""
+        """Return the server's command for the script. Each word is quoted."""
         return shlex.join([*shlex.split(self.batchspawner_singleuser_cmd), *self.cmd, *self.get_args()])
 
     def gpu_script(self) -> str:
-        """Return the job's script."""
+        """Return the batch script of the job."""
         ours = {"req_username", "req_homedir", "req_keepvars"}
         settings = [name for name in self.trait_names() if name.startswith("req_") and name not in ours]
         variables = {
@@ -249,16 +250,16 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return str(format_template(self.batch_script, **variables))
 
     async def submit_batch_script(self) -> str:
-        """Submit the job, and save its number at once. Raises the error that stops the spawn.
+        """Submit the job and save its number at once. Raises the error that stops the spawn.
 
-        If this is cancelled, the job may exist: a stop, or the next start, finds it by its name.
+        If this is cancelled, the job may exist. A stop or the next start then finds the job by its name.
         """
         environment = {name: str(value) for name, value in self.get_env().items()}
         words = [*self._gpu_prefix(), *self.gpu_sbatch(environment)]
         await self._gpu_cancel_leftovers()
         self.log.info("Submitting the job of %s: %s", self._log_name, shlex.join(words))
         self._gpu_begun = True
-        # The command itself needs these from the hub; `--export` decides what the job gets.
+        # The command itself needs these variables from the hub. `--export` determines the variables of the job.
         own = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
         try:
             self.job_id = job_id_of(await run(*words, stdin=self.gpu_script(), environment={**own, **environment}))
@@ -266,7 +267,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             raise spawn_error_of(error) from None
         except EngineError as error:
             raise spawn_error(str(error), reason="slurm") from None
-        # JupyterHub saves the state only after the start: a hub that dies before would forget the job.
+        # JupyterHub saves the state only after the start, so a hub that dies earlier would forget the job.
         if self.orm_spawner is not None:
             self.orm_spawner.state = self.get_state()
             self.db.commit()
@@ -292,7 +293,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if start.done():
                 return start.result()
             raise self._gpu_ended()
-        except RuntimeError:  # batchspawner raises it if the job is gone
+        except RuntimeError:  # batchspawner raises this if the job is gone
             raise self._gpu_ended() from None
         finally:
             for task in (start, end):
@@ -304,14 +305,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
 
     async def _gpu_until_ended(self) -> None:
-        """Wait until a started job ends: batchspawner would wait for the server's port without asking Slurm."""
+        """Wait until a started job ends, because batchspawner waits for the server's port without asking Slurm."""
         while True:
             await asyncio.sleep(self.startup_poll_interval)
             if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
                 return
 
     async def query_job_status(self) -> JobStatus:
-        """Ask Slurm about the job. Only its answer ends a server: everything else is `UNKNOWN`."""
+        """Query the state of the job. A server counts as ended only if Slurm says so; after any failure the state is `UNKNOWN`."""
         try:
             if not self.job_id:
                 return await self._gpu_query_by_name()
@@ -341,25 +342,25 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return a node's address in Slurm, which may differ from its name. Raises EngineError."""
+        """Return the address of a node in Slurm, which may differ from the node's name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
         return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)
 
     def state_gethost(self) -> str:
-        """Return the address of the job's node."""
+        """Return the address of the node on which the job runs."""
         return self._gpu_host
 
     def state_ispending(self) -> bool:
-        """Return whether the job waits, as last read from Slurm."""
+        """Return whether the job was waiting when its state was last read from Slurm."""
         return self._gpu_job is not None and not self._gpu_job.runs and not self._gpu_job.has_ended
 
     def state_isrunning(self) -> bool:
-        """Return whether the job runs, as last read from Slurm."""
+        """Return whether the job was running when its state was last read from Slurm."""
         return self._gpu_job is not None and self._gpu_job.runs
 
     async def cancel_batch_job(self) -> None:
-        """Cancel the job. While Slurm does not answer, retry in the background."""
+        """Cancel the job. If Slurm does not answer, retry in the background."""
         prefix, job_id = self._gpu_prefix(), self.job_id
         if not job_id:
             return
@@ -370,9 +371,9 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             _cancel_later(prefix, job_id, self.log)
 
     async def stop(self, now: bool = False) -> None:
-        """Cancel the job. Unless `now`, wait until Slurm says that it has ended, or for `gpu_stop_wait`.
+        """Cancel the job. Unless `now` is set, wait until Slurm reports that the job has ended, but at most for `gpu_stop_wait`.
 
-        Raises EngineError if Slurm refuses. The job is cancelled even if this call is.
+        Raises EngineError if Slurm refuses. The job is cancelled even if this call is cancelled.
         """
         await self.cancel_batch_job()
         end_s = time.monotonic() + self.gpu_stop_wait
@@ -392,12 +393,12 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         self._gpu_begun, self._gpu_host = False, ""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that an earlier hub saved."""
+        """Restore the state that an earlier hub has saved."""
         super().load_state(state)
         self._gpu_begun = bool(self.job_id)
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield why the job waits, and when Slurm expects to start it, whenever that changes."""
+        """Yield a sentence about why the job waits and when Slurm expects to start it, whenever this changes."""
         said = ""
         while True:
             await self._gpu_news.wait()
@@ -415,7 +416,7 @@ _later: set["asyncio.Task[None]"] = set()
 
 
 def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> None:
-    """Cancel a job once Slurm answers. If the hub ends first, the server's next start cancels it."""
+    """Cancel a job as soon as Slurm answers. If the hub ends first, the next start of the server cancels the job."""
 
     async def cancel_it() -> None:
         pause_s, longest_s = _RETRY_S
@@ -438,7 +439,7 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
 class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
     @web.authenticated
     def post(self) -> None:
-        """Set the port of the server with this token. Raises HTTPError for anything else."""
+        """Set the port of the server with this token. Raises HTTPError for any other request."""
         token, data = self.get_auth_token(), self.get_json_body()
         port = data.get("port") if isinstance(data, dict) else None
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):
@@ -457,7 +458,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
 
 
 def _guard_route() -> None:
-    """Replace batchspawner's handler, which lets a request set any spawner attribute."""
+    """Replace the handler of batchspawner, which would let a request set any attribute of the spawner."""
     for index, (route, handler) in enumerate(default_handlers):
         if handler is BatchSpawnerAPIHandler:
             default_handlers[index] = (route, _PortHandler)

@@ -1,4 +1,4 @@
-"""Slurm's nodes and the hub's jobs on them, for the page of the cluster."""
+"""The nodes of a Slurm cluster and the hub's jobs on them, for the cluster page."""
 
 import re
 import secrets
@@ -19,9 +19,10 @@ async def read() -> Cluster:
 
 
 def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
-    """Return the cluster with the hubs' servers. Each job in `text` starts with `mark`, then the columns.
+    """Return the cluster with the servers of all hubs. In `text`, each job begins with `mark`, which the columns follow.
 
-    A job's name comes last, because its user chose it: it may contain separators and line breaks, but not this call's random mark.
+    The name of the job is the last column, because its user chose it. It may contain separators and line breaks, but not the mark, which is
+    random for each call.
     """
     counts = {pool.count for node in found for pool in node.pools if pool.count}
     nodes = [node for node in found if node.problem != NO_AGENT]
@@ -30,7 +31,7 @@ def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
         parts = line.removeprefix(mark).strip().split(SEPARATOR, len(_COLUMNS) - 1)
         if line.startswith(mark) and len(parts) == len(_COLUMNS) and parts[-1].startswith(JOB_PREFIX):
             job_id, state, node, gres, since, user, _ = parts
-            # The requested thousandths, by the generic resource that counts them.
+            # The milli-GPU that the job requested, by the name of the generic resource.
             asked = {name: int(number) for name, number in _COUNT.findall(gres.replace("gres:", ""))}
             milli = next((asked[name] for name in sorted(counts & set(asked))), None)
             server = ClusterServer(

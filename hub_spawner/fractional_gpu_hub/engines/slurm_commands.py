@@ -1,7 +1,9 @@
-"""Runs Slurm's commands and reads what they print: nodes, jobs, reasons.
+"""Runs Slurm's commands and parses their output about nodes, jobs and reasons.
 
-- Arguments are a list, never shell text. Columns that users write (names of jobs, comments) are read only if they come last.
-- A controller that does not answer raises `EngineUnavailableError`, a refusal `EngineError`: only Slurm's answer ends a job.
+- Arguments are passed as a list, never as shell text. Columns with text from users, such as names of jobs and comments, are read only if
+  they come last.
+- If the controller does not answer, `EngineUnavailableError` is raised, and if it refuses a request, `EngineError`. A job counts as ended
+  only if Slurm says so.
 """
 
 import asyncio
@@ -19,7 +21,7 @@ from fractional_gpu_hub.engines.offers import ClusterNode, NodeReader, pools_of_
 TIMEOUT_S = 20.0
 SEPARATOR = "|"
 JOB_COLUMNS = SEPARATOR.join(("%A", "%T", "%B", "%S", "%r"))  # job, state, first node, (expected) start, reason
-JOB_PREFIX = "jupyter-"  # of the names of servers' jobs
+JOB_PREFIX = "jupyter-"  # the prefix of the job names of servers
 _EXTRA = re.compile(r" Extra=(\S+)")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _AWAY = ("DOWN", "DRAIN", "FAIL", "MAINT", "REBOOT", "NO_RESPOND", "UNKNOWN", "INVAL", "POWERING_DOWN", "FUTURE")
@@ -43,7 +45,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """A job in `squeue`. `start`: when it started or is expected to, None if unknown. `reason`: why it waits or ended."""
+    """A job in `squeue`. `start` is its start or expected start, or None if unknown. `reason` says why it is waiting or has ended."""
 
     job_id: str
     state: str
@@ -53,7 +55,7 @@ class JobState:
 
     @property
     def runs(self) -> bool:
-        """Whether its processes may be alive."""
+        """Whether the processes of the job may be alive."""
         return self.state in _RUNS
 
     @property
@@ -68,7 +70,7 @@ class SlurmNode(ClusterNode):
 
 
 def _why_not(state: str) -> str:
-    """Return, in a word, why Slurm starts no job on a node, or "". A star after a state means that the node does not answer."""
+    """Return a word that says why Slurm starts no jobs on a node, or "". A star after a state means that the node does not answer."""
     if state.endswith("*"):
         return "not answering"
     flags = state.rstrip("~#!%$@^-").split("+")
@@ -78,7 +80,7 @@ def _why_not(state: str) -> str:
 
 async def run(*words: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
     """Run a command and return its output. Raises EngineError. Cancellation kills the command."""
-    if environment is None:  # the hub's, without variables that change the output
+    if environment is None:  # use the hub's environment without the variables that change the output
         kept = [name for name in os.environ if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))]
         environment = {**{name: os.environ[name] for name in kept}, "LC_ALL": "C"}
     try:
@@ -107,7 +109,7 @@ async def run(*words: str, stdin: str | None = None, environment: Mapping[str, s
 
 
 def job_id_of(text: str) -> str:
-    """Return the job's number from the last line of `sbatch --parsable` (`ID` or `ID;CLUSTER`). Raises EngineError."""
+    """Return the number of the job from the last line of `sbatch --parsable`, which is `ID` or `ID;CLUSTER`. Raises EngineError."""
     last = (text.strip().splitlines() or [""])[-1].partition(";")[0].strip()
     if not JOB_ID.fullmatch(last):
         raise EngineError(f"sbatch printed {text[:200]!r} instead of a job id")
@@ -115,7 +117,7 @@ def job_id_of(text: str) -> str:
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Return the job from lines of `JOB_COLUMNS`; None if Slurm has forgotten it. Raises EngineUnavailableError for other lines."""
+    """Return the job from lines with `JOB_COLUMNS`, or None if Slurm has forgotten it. Raises EngineUnavailableError for other lines."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):
@@ -124,20 +126,20 @@ def parse_job(text: str, job_id: str) -> JobState | None:
             node = "" if parts[2] in {"n/a", "(null)", ""} else parts[2]
             start = None
             with contextlib.suppress(ValueError):
-                start = datetime.fromisoformat(parts[3])  # local time, as Slurm prints it
+                start = datetime.fromisoformat(parts[3])  # Slurm prints local time
             return JobState(job_id=job_id, state=parts[1], node=node, start=start, reason=parts[4])
     return None
 
 
 async def job_state(prefix: Sequence[str], job_id: str) -> JobState | None:
-    """Return a job's state; None if Slurm has forgotten it. Raises EngineUnavailableError."""
+    """Return the state of a job, or None if Slurm has forgotten it. Raises EngineUnavailableError."""
     command = [*prefix, "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={JOB_COLUMNS}"]
     try:
         return parse_job(await run(*command), job_id)
     except EngineError as error:
         if NO_JOB in str(error):
             return None
-        raise EngineUnavailableError(str(error)) from None  # a refusal says nothing about the job
+        raise EngineUnavailableError(str(error)) from None  # a refusal does not mean that the job has ended
 
 
 async def jobs_named(prefix: Sequence[str], name: str, user: str) -> list[str]:
@@ -146,7 +148,7 @@ async def jobs_named(prefix: Sequence[str], name: str, user: str) -> list[str]:
 
 
 async def cancel(prefix: Sequence[str], job_id: str) -> None:
-    """Cancel a job, which may have ended. Raises EngineError."""
+    """Cancel a job. It is not an error if the job has already ended. Raises EngineError."""
     try:
         await run(*prefix, "scancel", job_id)
     except EngineError as error:
@@ -194,7 +196,7 @@ def parse_nodes(text: str) -> list[SlurmNode]:
 
 def _node(line: str, fields: Mapping[str, str]) -> SlurmNode:
     name, why_not = fields["NodeName"], _why_not(fields.get("State", "UNKNOWN"))
-    # The last match: administrators' text before it may contain the same word. Other programs may use the field, too.
+    # Use the last match, because text from administrators before it may contain the same word. Other programs may use the field, too.
     extra = (_EXTRA.findall(line) or [""])[-1]
     pools, problem = pools_of_text(name, extra if extra.startswith("{") else None, why_not)
     return SlurmNode(

@@ -1,9 +1,11 @@
-"""A server's GPU from the cluster's engine: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
+"""Gets the GPU of a server from the cluster's engine: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
 
 - The engine chooses the node, which registers the allocation as a seat at its own broker. The hub calls no broker.
-- Offers come from the summaries that the nodes' agents publish at the engine. They are the last known state, not promises.
-- `gpu_take` turns a choice into an `Allocation`; a spawner's `gpu_prepare` turns it into the engine's request. No other option gets there.
-- While the engine queues the request, `gpu_queue` reports why, and until when.
+- Offers come from the summaries that the agents on the nodes publish through the engine. They show the last known state and are not
+  promises.
+- `gpu_take` converts a choice to an `Allocation`, and the `gpu_prepare` of a spawner converts that to a request to the engine. No other
+  user option reaches the engine.
+- While the engine queues the request, `gpu_queue` reports the reason and the expected end of the wait.
 """
 
 import asyncio
@@ -25,13 +27,13 @@ from fractional_gpu_hub.options import Choice
 from fractional_gpu_hub.seats import spawn_error, spawn_error_of
 
 _STATE = "gpu_allocation"
-_SERVER_START_S = 60  # for the server itself, once the engine has started it
+_SERVER_START_S = 60  # the time for the server itself to start, after the engine has started it
 _QUEUED, _MOST = 10, 60  # the progress bar while the engine queues the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """A request to the engine: thousandths of a device, MiB of GPU memory, and MiB of host memory (server and saved state)."""
+    """A request to the engine: milli-GPU, GPU memory in MiB, and host memory for the server and its saved state in MiB."""
 
     pool: str
     fraction_milli: int
@@ -40,7 +42,7 @@ class Allocation:
 
 
 class EngineGPUMixin(GPUChoiceMixin):
-    """Adds a choice of GPU to an engine's spawner. Put it before the spawner's class, and define `gpu_nodes` and `gpu_prepare`."""
+    """Adds a choice of GPU to the spawner of an engine. Put it before the spawner's class, and define `gpu_nodes` and `gpu_prepare`."""
 
     gpu_no_offers = "You cannot choose a GPU right now: the cluster does not report its GPUs. Try again in a moment."
 
@@ -96,11 +98,11 @@ class EngineGPUMixin(GPUChoiceMixin):
         return str(proposal["value"])
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents published them. Raises EngineError."""
+        """Return the pools of all nodes, as their agents have published them. Raises EngineError."""
         raise NotImplementedError
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield a sentence whenever the engine's reason or expected start changes. Closed when the server has started."""
+        """Yield a sentence whenever the engine's reason or the expected start changes. This is closed when the server has started."""
         nothing: tuple[str, ...] = ()
         for sentence in nothing:
             yield sentence
@@ -116,7 +118,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         return Terms(now_s=time.time(), stale_after_s=self.gpu_stale_after)
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Check the choice against the offers, and keep it for `gpu_prepare`. Raises the error that stops the spawn."""
+        """Check the choice against the offers, and store it for `gpu_prepare`. Raises the error that stops the spawn."""
         if choice.memory_mib is not None:
             raise spawn_error(
                 f"memory {format_memory(choice.memory_mib)} was chosen, but in this cluster the share determines the memory; leave "
@@ -170,7 +172,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         return started
 
     async def _gpu_follow_queue(self) -> None:
-        """Show the engine's reasons. Only log a failure: the start does not depend on them."""
+        """Show the engine's reasons. A failure is only logged, because the start does not depend on them."""
         try:
             async with contextlib.aclosing(self.gpu_queue()) as sentences:
                 async for sentence in sentences:
@@ -187,7 +189,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         saved = state.get(_STATE)
-        with contextlib.suppress(TypeError):  # saved by another version: the server continues, its share is not shown
+        with contextlib.suppress(TypeError):  # saved by another version; the server continues, but without this figure
             self._gpu_allocation = Allocation(**saved) if isinstance(saved, dict) else None
 
     def clear_state(self) -> None:
