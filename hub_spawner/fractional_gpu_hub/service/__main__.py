@@ -1,4 +1,4 @@
-"""Starts the service. It binds its port before importing its libraries, because the hub does not wait long."""
+"""Starts the service. It binds its port before it imports its libraries, because the hub does not wait long."""
 
 import argparse
 import os

@@ -1,10 +1,10 @@
-"""The actions of the page, and who may do them.
+"""The actions on the page, and who may perform them.
 
-- To the broker this process is an administrator, so each action is checked here against the user's scopes. The broker records the user
+- For the broker this process is an administrator, so this module checks each action against the user's scopes. The broker records the user
   (`acting_for`).
-- Another user's kernel is reported as unknown, whether it exists or not.
-- An action can take long (a resume waits in the queue). Each has its own thread and connection, and a user has at most `MOST_AT_ONCE`;
-  when the page closes, the broker withdraws what has not started.
+- A kernel of another user is reported as unknown, whether it exists or not.
+- An action can take a long time, because a resume may wait in the queue. Each action has a separate thread and connection, and each user
+  may have at most `MOST_AT_ONCE` actions. When the page is closed, the broker withdraws actions that have not started.
 """
 
 from collections import Counter
@@ -23,20 +23,20 @@ from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_hub.service.usage import PageQuery, UsagePage, all_figures, own_figures
 from fractional_gpu_hub.service.views import Viewer, is_own
 
-MOST_AT_ONCE = 8  # per user
+MOST_AT_ONCE = 8  # for each user
 _MOST_OF_ALL = 128
 T = TypeVar("T")
 
 
 class Actions:
-    """Carries out the actions of pages, in threads. One per service."""
+    """Carries out the actions on all pages, in threads. The service has one instance."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
         self._running: Counter[str] = Counter()
 
     async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
-        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancellation withdraws a waiting action."""
+        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancellation withdraws an action that waits."""
         known = _ACTIONS[kind].get(action)
         if known is None:
             allowed = ", ".join(_ACTIONS[kind])
@@ -96,7 +96,7 @@ def _not_admin() -> ForbiddenError:
 
 
 class _EmptyRequest(Struct):
-    """No fields."""
+    """A request without fields."""
 
 
 class _Pin(Struct):
@@ -108,7 +108,7 @@ class _Release(Struct):
 
 
 def _summary(lease: LeaseStatus) -> dict[str, Any]:
-    """Return the answer to an action on a kernel, with nothing about its neighbours."""
+    """Return the answer to an action on a kernel. It contains nothing about the kernel's neighbours."""
     return {
         "lease_id": lease.lease_id,
         "state": lease.state,
@@ -145,7 +145,7 @@ def _change(client: SeatClient, pool: str, asked: PoolChange) -> Any:  # noqa: A
 
 
 class _Action(NamedTuple):
-    """An action: its call, its body, and whether only administrators may do it."""
+    """An action: its call, the type of its body, and whether only administrators may perform it."""
 
     call: Callable[[SeatClient, str, Any], Any]
     body: type[Struct] = _EmptyRequest

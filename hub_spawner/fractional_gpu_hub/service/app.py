@@ -1,7 +1,7 @@
-"""The service's process and routes: the web application on the hub's socket.
+"""The process and the routes of the service, which is a web application.
 
-The environment has the service's address and the hub's API, which identifies users. The process ends on SIGTERM, or when the hub that
-started it is gone: the next hub starts its own.
+The environment contains the address of the service and of the hub's API, which identifies users. The process ends on SIGTERM or when the
+hub that started it is gone, because the next hub starts another one.
 """
 
 import asyncio
@@ -34,18 +34,20 @@ from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, chosen, csv_of, shown
 from fractional_gpu_hub.service.views import Viewer, pool_settings, view_of
 
-# - The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`, and a
-#   stream checks it again after `STREAM_TRUST_S`: a revoked scope or token, or a logout, takes effect within the sum of both.
-# - Making events for open pages takes at most a twentieth of the service's time: the more pages, the fewer events each gets.
-# - Cookies alone prove nothing: except for plain page views, each request carries JupyterHub's XSRF token, and a request caused by another
-#   site is refused before it is handled. Programs send a token and need neither.
+# - The hub identifies the user and the scopes, through OAuth for browsers and a hub token for programs. Its answer is valid for `TRUST_S`,
+#   and a stream checks it again after `STREAM_TRUST_S`. So a logout, or the revocation of a scope or token, takes effect within the sum of
+#   both times.
+# - Creating events for open pages takes at most a twentieth of the service's time. The more pages are open, the fewer events each page
+#   gets.
+# - Cookies alone are no proof. Except for plain page views, each request must have JupyterHub's XSRF token, and a request that another site
+#   has caused is refused before it is handled. Programs send a token, so neither applies to them.
 
 TRUST_S = 8
 STREAM_TRUST_S = 20.0
 STREAM_S = 120.0
-QUIET_S = 10.0  # then the stream sends an empty line, or figures that change with time
-_MOST_STREAMS = 16  # of one user
-_SHARE = 20  # a page's pause after an event is this times the time it took to make, times the open pages
+QUIET_S = 10.0  # after this time, the stream sends a comment, or figures that change with time
+_MOST_STREAMS = 16  # for each user
+_SHARE = 20  # after an event, a page pauses for this factor times the time to create it times the number of open pages
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -64,9 +66,9 @@ class _BaseHandler(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc]
     """Identifies the user, and refuses requests before they are handled."""
 
     viewer: Viewer
-    _cached_hub_user: dict[str, Any] | None  # set by JupyterHub's library: the user of this cookie or token
+    _cached_hub_user: dict[str, Any] | None  # JupyterHub's library sets this to the user of the cookie or token
 
-    def initialize(self, follower: Any, actions: Actions, streams: Counter[str]) -> None:  # noqa: ANN401 - of a broker or a cluster
+    def initialize(self, follower: Any, actions: Actions, streams: Counter[str]) -> None:  # noqa: ANN401 - for a broker or a cluster
         self.follower, self.actions, self.streams = follower, actions, streams
 
     def set_default_headers(self) -> None:
@@ -76,10 +78,10 @@ class _BaseHandler(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc]
 
     async def prepare(self) -> None:
         _refuse_other_sites(self.request)
-        await self.hub_auth.get_user(self, sync=False)  # one call to the hub, off the loop
+        await self.hub_auth.get_user(self, sync=False)  # one call to the hub, in a thread
         user = self.current_user
         if user is None:
-            if self._cached_hub_user:  # a user of the hub, but without access to this service
+            if self._cached_hub_user:  # this is a user of the hub who has no access to this service
                 raise web.HTTPError(403)
             self.not_logged_in()
             return
@@ -106,7 +108,7 @@ class _BaseHandler(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc]
         self.finish(json.dumps({"error": shown}))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Log faults of the service with their traceback, and refused requests in one line without their content."""
+        """Log faults of the service with a traceback, and refused requests in one line without their content."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
             log.info("%s %s refused: %s", self.request.method, self.request.path[:200], getattr(value, "status", value))
         elif not isinstance(value, iostream.StreamClosedError):
@@ -143,7 +145,7 @@ class _Html(_BaseHandler):
         sentence = _SENTENCES.get(status_code, _SENTENCES[500])
         self.finish(f"{status_code}: {sentence[:1].upper()}{sentence[1:]}.\n")
 
-    def show(self, template: str, **values: Any) -> None:  # noqa: ANN401 - what the template needs
+    def show(self, template: str, **values: Any) -> None:  # noqa: ANN401 - any values that the template needs
         self.set_header("Content-Type", "text/html; charset=utf-8")
         loaded = self.settings["templates"].get_template(template)
         self.finish(loaded.render(prefix=self.hub_auth.base_url, hub=self.hub_auth.hub_prefix, **values))
@@ -160,10 +162,10 @@ class _Page(_Html):
 
 
 class _Usage(_Html):
-    """The pages "My usage" and, for administrators, "Usage", also as CSV."""
+    """The page "My usage", and "Usage" for administrators. Both are also available as CSV."""
 
     def set_default_headers(self) -> None:
-        """Allow the form that chooses the time."""
+        """Allow the form in which the user chooses the period."""
         super().set_default_headers()
         self.set_header("Content-Security-Policy", _HEADERS["Content-Security-Policy"].replace(*_FORMS))
 
@@ -199,7 +201,7 @@ class _Status(_BaseHandler):
 
 
 class _Events(_BaseHandler):
-    """One page's stream. Each event is the newest view: events are never queued."""
+    """The event stream of one page. Each event contains the newest view, so events are never queued."""
 
     async def get(self) -> None:
         name = self.viewer.name
@@ -237,9 +239,9 @@ class _Events(_BaseHandler):
             await self._wait(QUIET_S, changed, self._gone)
 
     async def _taken(self) -> None:
-        """Send what was written. Raises StreamClosedError if the browser disconnects or does not read it in time.
+        """Send the data that was written. Raises StreamClosedError if the browser disconnects or does not read the data in time.
 
-        Otherwise a stopped browser or a broken link would hold one of its user's streams forever.
+        Without this limit, a stopped browser or a broken connection would occupy one of the user's streams forever.
         """
         try:
             async with asyncio.timeout(TAKEN_S):
@@ -256,7 +258,7 @@ class _Events(_BaseHandler):
                 hub.get_token(self), use_cache=False, session_id=hub.get_session_id(self), sync=False
             )
             viewer = _viewer_of(self.check_hub_user(user)) if user is not None else None
-        except (UserNotAllowed, web.HTTPError) as error:  # the hub refuses, or does not answer: the page reconnects
+        except (UserNotAllowed, web.HTTPError) as error:  # if the hub refuses or does not answer, the page reconnects
             log.info("stopped sending events to a page: %s", error)
             return False
         if viewer is None or viewer.name != self.viewer.name:
@@ -304,7 +306,7 @@ class _ActionHandler(_BaseHandler):
 
 
 class NotFoundHandler(_BaseHandler):
-    async def prepare(self) -> None:  # without identifying the user: there is nothing to see
+    async def prepare(self) -> None:  # there is nothing to see, so do not identify the user
         raise web.HTTPError(404)
 
 
@@ -317,11 +319,11 @@ class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
 class _Static(web.StaticFileHandler):
     def set_extra_headers(self, path: str) -> None:  # noqa: ARG002 - tornado's own
         self.set_header("X-Content-Type-Options", "nosniff")
-        self.set_header("Cache-Control", "no-cache")  # revalidated each time
+        self.set_header("Cache-Control", "no-cache")  # browsers must revalidate it each time
 
 
 def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
-    """Raise HTTPError if a page of another origin caused the request, unless it is a plain page view."""
+    """Raise HTTPError if a page from another origin has caused the request, unless the request is a plain page view."""
     headers = request.headers
     if "Authorization" in headers or (
         request.method in {"GET", "HEAD"} and headers.get("Sec-Fetch-Mode") == "navigate"
@@ -333,7 +335,7 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
 
 
 def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Actions, static: str) -> list[Any]:
-    """Return the routes below `prefix`, which ends in a slash. A cluster's page has no actions. `docs/hub.md` has their bodies."""
+    """Return the routes below `prefix`, which ends in a slash. A cluster page has no actions. `docs/hub.md` describes the bodies."""
     shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
     found: list[Any] = [
         (prefix, _Page, shared),
@@ -356,14 +358,14 @@ def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Act
 
 log = logging.getLogger("fractional_gpu_hub.service")
 _HERE = Path(__file__).parent
-_HUB_POLL_S = 0.5  # between checks of the hub's process
+_HUB_POLL_S = 0.5  # the interval between checks of the hub's process
 _MOST_BODY = 64 * 1024
 _BODY_S = 10.0
 _IDLE_S = 60.0
 
 
 def serve(broker: str, listener: socket.socket, *, hub: int, cluster: str = "") -> None:
-    """Serve until SIGTERM or SIGINT, or until the process `hub` is gone. `cluster`: the engine whose nodes to show."""
+    """Serve until SIGTERM or SIGINT, or until the process `hub` is gone. `cluster` is the engine whose nodes are shown, if any."""
     enable_pretty_logging()
     asyncio.run(_serve(broker, listener, hub, cluster))
 
@@ -401,7 +403,8 @@ def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -
     prefix, static = os.environ["JUPYTERHUB_SERVICE_PREFIX"], str(_HERE / "static")
     return web.Application(
         routes(prefix, follower, actions, static),
-        cookie_secret=secrets.token_bytes(32),  # new for each process: logged-in browsers get a new cookie
+        # Each process has a new secret, so browsers that are logged in get a new cookie.
+        cookie_secret=secrets.token_bytes(32),
         templates=pages.templates("fractional_gpu_hub.service"),
         default_handler_class=NotFoundHandler,
         default_handler_args={"follower": follower, "actions": actions, "streams": {}},
@@ -410,6 +413,6 @@ def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -
 
 
 def _log_request(handler: web.RequestHandler) -> None:
-    request = handler.request  # not its query, which may hold an XSRF token or a login's code
+    request = handler.request  # do not log the query, which may contain an XSRF token or the code of a login
     level = logging.DEBUG if handler.get_status() < 400 else logging.INFO
     log.log(level, "%s %s -> %d", request.method, request.path[:200], handler.get_status())

@@ -1,8 +1,9 @@
-"""The broker's latest status for all pages (one connection, one copy), and the page while the hub starts.
+"""The latest status of the broker for all pages, over one connection, and the placeholder page while the hub starts.
 
-- While the broker is away, the last snapshot stays, with a sentence that says why.
-- The broker's stream has no seats or pools. They are requested after each change, at most every `SEATS_S`, and every `REFRESH_S`.
-- A page takes `changed` before it reads `snapshot`, then waits for it, to miss no change.
+- While the broker does not answer, the last snapshot is kept, with a sentence that explains the problem.
+- The broker's stream does not include seats and pools. They are requested after each change, but at most every `SEATS_S`, and at least
+  every `REFRESH_S`.
+- To miss no change, a page takes the event `changed` before it reads `snapshot`, and then waits for the event.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _CALL_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The last status (None before the first line). `problem`: why it is out of date, a sentence, or ""."""
+    """The last status, which is None at first. `problem` is a sentence that explains why it is out of date, or ""."""
 
     status: HostStatus | None = None
     seats: SeatList = field(default_factory=SeatList)
@@ -44,7 +45,7 @@ class BrokerFollower:
         self.snapshot = Snapshot()
         self.changed = asyncio.Event()
         self._client = AsyncClient(lambda: SeatClient(socket, timeout_s=_CALL_S))
-        self._stale = asyncio.Event()  # seats or pools may have changed
+        self._stale = asyncio.Event()  # set if seats or pools may have changed
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -89,11 +90,11 @@ class BrokerFollower:
             self.changed = asyncio.Event()
 
 
-# JupyterHub 5 does not start unless a managed service answers within ten seconds, and on a busy machine importing the service's libraries
-# can take longer. So the port is bound first, and each request gets 425 "too early", which the hub accepts, until the service takes over
-# the socket. The page's script polls and reloads it once, because a screen reader starts over at each reload.
+# JupyterHub 5 does not start unless a managed service answers within ten seconds. On a busy machine, the imports of the service can take
+# longer. So the port is bound first, and each request is answered with 425 "too early", which the hub accepts, until the service takes over
+# the socket. The script on the page polls and reloads the page only once, because a screen reader starts over at each reload.
 
-_PATIENCE_S = 30.0  # for a port that an earlier hub's service has yet to release
+_PATIENCE_S = 30.0  # how long to wait for a port that the service of an earlier hub still uses
 _PAUSE_S = 0.2
 _POLL_S = 0.1
 _PEER_S = 2.0
@@ -114,7 +115,7 @@ _LATER = (
 
 
 class StartupPlaceholder:
-    """Answers 425 at the hub's address until `hand_over`. Raises OSError if the port stays in use."""
+    """Answers 425 at the address of the service until `hand_over`. Raises OSError if the port remains in use."""
 
     def __init__(self, url: str) -> None:
         place = urlsplit(url)

@@ -1,8 +1,9 @@
-"""A cluster's page: every node as its agent publishes it, and the nodes that run users' servers.
+"""The page of a cluster: all nodes, as their agents publish them, and the servers on them.
 
-- The engine is asked every `EVERY_S` while a page is open, and `LINGER_S` longer.
-- Users see every node's sums and their own servers; administrators see all servers. Engine and hub use the same user names.
-- If a node's summary is old or the engine does not answer, the page shows the last figures and their age.
+- The engine is queried every `EVERY_S` while a page is open, and for `LINGER_S` after that.
+- Users see the sums of every node and their own servers, and administrators see all servers. The engine and the hub must use the same user
+  names.
+- If the summary of a node is old or the engine does not answer, the page shows the last figures and their age.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ EVERY_S, LINGER_S = 10.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterServer:
-    """A user's server. `milli`: thousandths of a GPU, None without one. `since`: how long it has run, in the engine's words."""
+    """A user's server. `milli` is its share in milli-GPU, or None if it has no GPU. `since` is the engine's text for its running time."""
 
     identity: str
     user: str
@@ -38,7 +39,7 @@ class ClusterServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All nodes with an agent, all servers, and the count of nodes without an agent (`others`)."""
+    """All nodes with an agent, all servers, and the number of nodes without an agent (`others`)."""
 
     nodes: Sequence[ClusterNode] = ()
     servers: Sequence[ClusterServer] = ()
@@ -47,7 +48,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """The cluster as last read. `problem`: why it is outdated, a sentence, or ""."""
+    """The state of the cluster at the last reading. `problem` is a sentence that explains why it is out of date, or ""."""
 
     cluster: Cluster = field(default_factory=Cluster)
     problem: str = "the cluster has not answered yet"
@@ -69,7 +70,7 @@ class ClusterFollower:
 
     @property
     def snapshot(self) -> ClusterSnapshot:
-        """The cluster as last read. Each access prolongs reading."""
+        """The state of the cluster at the last reading. Each access makes the follower continue for longer."""
         self._asked_s = time.monotonic()
         self._asked.set()
         return self._snapshot
@@ -78,7 +79,7 @@ class ClusterFollower:
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
     def refresh_soon(self) -> None:
-        """Does nothing: this page has no actions."""
+        """Do nothing, because this page has no actions."""
 
     async def close(self) -> None:
         if self._task is not None:

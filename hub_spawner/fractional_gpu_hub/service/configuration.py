@@ -1,8 +1,8 @@
-"""Adds the page to `jupyterhub_config.py`: a managed service, two scopes, and the roles that hold them.
+"""Adds the page to `jupyterhub_config.py`: a managed service, two scopes, and the roles that have them.
 
-Users with `custom:fractional-gpu:read` (all, unless `everybody` is False) see the machine's sizes and their own kernels, and suspend,
-resume and pin them. Users with `custom:fractional-gpu:admin` see and control everything; only named users and groups get that scope, not
-the hub's administrators.
+Users with the scope `custom:fractional-gpu:read` (all users, unless `everybody` is False) see the machine's sizes and their own kernels,
+which they can suspend, resume and pin. Users with `custom:fractional-gpu:admin` see and control everything. Only the users and groups that
+are named get this scope. The hub's administrators do not get it automatically.
 """
 
 import ipaddress
@@ -28,7 +28,7 @@ CLUSTERS = tuple(_KEPT)
 NAMESPACE_VARIABLE = "JUPYTER_GPU_PAGE_NAMESPACE"
 NODES_VARIABLE = "JUPYTER_GPU_PAGE_NODES"
 COMPONENT_VARIABLE = "JUPYTER_GPU_PAGE_COMPONENT"
-# Settings of the Kubernetes spawner, passed to the service's process in these variables.
+# The settings of the Kubernetes spawner that are passed to the service, with their variables.
 _SETTINGS = {
     "namespace": NAMESPACE_VARIABLE,
     "gpu_node_selector": NODES_VARIABLE,
@@ -56,12 +56,13 @@ def add_page(
     port: int = 10190,
     cluster: str = "",
 ) -> None:
-    """Add the page at `/services/NAME/`.
+    """Add the page at `/services/NAME/`. Raises ConfigError.
 
-    `admins` and `admin_groups` (users and groups of the hub) control everything; `everybody`: all users see their own kernels; `socket` is
-    the broker's (default: as for `configure`); the hub's proxy reaches the service at `host` and `port` (the hub pod's address if the proxy
-    has its own pod); `cluster`, `slurm` or `kubernetes`: the page shows that engine's nodes and servers instead of one broker's devices.
-    With `kubernetes`, call it after setting the spawner's namespace and labels. Raises ConfigError.
+    The hub's users in `admins` and groups in `admin_groups` control everything. If `everybody` is set, all users see their own kernels.
+    `socket` is the broker's socket, with the same default as in `configure`. The hub's proxy reaches the service at `host` and `port`; if
+    the proxy has its own pod, `host` must be the address of the hub's pod. If `cluster` is `slurm` or `kubernetes`, the page shows the
+    nodes and servers of that engine instead of the devices of one broker. With `kubernetes`, call this function after setting the namespace
+    and the labels of the spawner.
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
@@ -89,7 +90,7 @@ def add_page(
             "url": url,
             "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", *options],
             "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
-            "oauth_no_confirm": True,  # part of the hub: it asks only for the user's identity
+            "oauth_no_confirm": True,  # the service is a part of the hub and requests only the user's identity
             "display": True,
             **({"environment": environment} if environment else {}),
         }
@@ -112,27 +113,27 @@ def add_page(
 
 
 def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
-    """Give all users their scopes. Return the extra roles that this needs."""
-    # Imported here: the service's process, for which the hub waits, does not need the hub's application.
+    """Give all users their scopes. Return the additional roles that this requires."""
+    # Import these here, because the service's process, for which the hub waits, does not need the hub's application.
     from jupyterhub.app import JupyterHub  # noqa: PLC0415
     from jupyterhub.roles import get_default_roles  # noqa: PLC0415
 
     ours = [READ_SCOPE, access]
     (user,) = [role for role in get_default_roles() if role["name"] == "user"]
-    roles = c.JupyterHub.load_roles  # a list, or appended to the default
+    roles = c.JupyterHub.load_roles  # a list, or items to append to the default
     for role in roles.to_dict().get("extend", ()) if isinstance(roles, LazyConfigValue) else roles:
-        if role.get("name") == "user":  # all users have it, and the hub accepts only one definition of it
+        if role.get("name") == "user":  # all users have this role, and the hub accepts only one definition
             role["scopes"] = [*role.get("scopes", user["scopes"]), *ours]
             return []
     if hasattr(JupyterHub, "extra_user_scopes"):
         c.JupyterHub.extra_user_scopes.update(ours)
         return []
-    # JupyterHub 5: the role is defined again with its own scopes and ours
+    # In JupyterHub 5, define the role again with its own scopes and ours.
     return [{"name": "user", "scopes": [*user["scopes"], *ours]}]
 
 
 def _environment(c: Config, cluster: str) -> dict[str, str]:
-    """Return the variables that the service needs to reach the cluster: the hub passes none on. Raises ConfigError."""
+    """Return the variables that the service needs to reach the cluster, because the hub does not pass its own. Raises ConfigError."""
     found = {name: os.environ[name] for name in _KEPT.get(cluster, ()) if name in os.environ}
     if cluster != "kubernetes":
         return found

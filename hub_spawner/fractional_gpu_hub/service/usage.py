@@ -1,12 +1,12 @@
-"""The figures of the pages "My usage" and "Usage": queries to the broker, and the parts of the pages.
+"""The figures on the pages "My usage" and "Usage": the queries to the broker, and the parts of the pages.
 
-To the broker this process is an administrator, who may read everything. This module keeps the rules:
+For the broker this process is an administrator, who may read everything. This module enforces the rules:
 
-- A user's figures are requested by name among the hub's users (`seated`): the machine may have another user with that name. Entries with
-  other names are dropped, whatever the broker says.
-- The broker's setting `usage_visible` says what a user sees of others: nothing, or sums per user, for the viewer's groups or for everyone;
-  never notebook names. An unknown setting allows nothing.
-- Users see advice on their own notebooks, and their own and their groups' budgets. Administrators see everything.
+- The figures of a user are requested by name and only for users of the hub (`seated`), because the machine may have another user with the
+  same name. Entries with other names are dropped, even if the broker returns them.
+- The broker's setting `usage_visible` determines what users see of others: nothing, or the sums of each user, either in the viewer's groups
+  or of everyone. They never see the names of other users' notebooks. An unknown setting allows nothing.
+- Users see advice on their own notebooks, and the budgets of themselves and their groups. Administrators see everything.
 """
 
 import platform
@@ -46,7 +46,7 @@ PRIVACY: Final[Mapping[str, str]] = {
 _THIS_MONTH: Final = "this-month"
 _OVER: Final = frozenset({"yesterday", "last-month"})
 _PARTY: Final = ("day", "user", "group", "pool")
-_MOST_DAYS: Final = {True: 93, False: 400}  # for all users, for one
+_MOST_DAYS: Final = {True: 93, False: 400}  # for all users (True), and for one user
 _MOST_GROUPS: Final = 20
 _MOST_BUDGETS: Final = 200
 _DAY_S: Final = 86_400
@@ -54,7 +54,7 @@ _DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageQuery:
-    """A page's query: the time (seconds since 1970, and as typed), and how all users' figures are grouped."""
+    """The query of a page: its period, in seconds since 1970 and as typed, and how the figures of all users are grouped."""
 
     since_s: int
     until_s: int
@@ -71,7 +71,7 @@ class PageQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsagePage:
-    """The contents of a page. `others`: what the user may see of others, by heading."""
+    """The contents of a page. `others` has the figures of other users that the user may see, by heading."""
 
     report: UsageReport
     by: tuple[str, ...]
@@ -106,7 +106,7 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
 
 
 def own_figures(client: SeatClient, viewer: Viewer, asked: PageQuery) -> UsagePage:
-    """Return the viewer's figures by notebook, and what the viewer may see of others. Raises FractionalGPUError."""
+    """Return the viewer's figures by notebook, and the figures of others that the viewer may see. Raises FractionalGPUError."""
     columns = (*_PARTY, "notebook")
     report = client.usage(columns, asked.since_s, asked.until_s, {"user": viewer.name, "seated": "1"})
     own = [entry for entry in report.entries if entry.of["user"] == viewer.name]
@@ -120,7 +120,7 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: PageQuery) -> UsagePa
         found["All users"] = client.usage(_PARTY, asked.since_s, asked.until_s)
     note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
     budgets = [one for one in _budgets(client) if _is_own(one, viewer)]
-    # Not the advice for a machine user with the same name.
+    # Leave out advice for a user of the machine with the same name.
     advice = [one for one in report.advice if one.owner == viewer.name and one.seated]
     own_report = replace(report, entries=own, scope="own", advice=advice)
     return UsagePage(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))

@@ -1,7 +1,7 @@
-"""The views of the page and the API, limited to what a user may see: sizes with units, reasons as sentences. Pure functions.
+"""The views for the page and the API, limited to what a user may see. Sizes have units, and reasons are sentences. All functions are pure.
 
-Users see their own seats and kernels, and only each device's sums for all others; administrators see all. A kernel belongs to its seat's
-user. A kernel without a seat belongs to a user of the machine, who may share a name with another hub user.
+Users see their own seats and kernels, and for all others only the sums of each device. Administrators see everything. A kernel belongs to
+the user of its seat. A kernel without a seat belongs to a user of the machine, who may have the same name as another user of the hub.
 """
 
 import json
@@ -19,7 +19,7 @@ from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
 _MOST_PERCENT = 100
-_WHOLE = 1000  # a device, thousandths
+_WHOLE = 1000  # a whole device, in milli-GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
     if device.lost:
         notes.append("it is not responding, and gets no new kernels until it does")
     if device.stranger_mib:
-        # The hub's own user asked for the status: its programs are no page viewer's own.
+        # The hub's user requested the status, so programs of that user do not belong to the viewer of the page.
         seen = [replace(one, own=False) for one in device.strangers] if viewer.admin else []
         named = f": {who}" if (who := describe_strangers(seen)) else ""
         notes.append(f"other programs hold {format_memory(device.stranger_mib)}{named}")
@@ -133,7 +133,7 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
 
 
 def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
-    """Waiting kernels first, in the order of the queue."""
+    """Return a sort key that puts waiting kernels first, in the order of the queue."""
     return (lease.position is None, lease.position or 0, lease.spec.owner, lease.lease_id)
 
 
@@ -246,7 +246,7 @@ def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
 
 
 class Setting(NamedTuple):
-    """A key in the page's pool editor. `default` and `example` are as typed; `choices` are for lists."""
+    """A key in the pool editor of the page. `default` and `example` have the form in which users type them. `choices` are for lists."""
 
     key: str
     help: str
@@ -265,7 +265,7 @@ class PoolSettings(NamedTuple):
 def pool_settings() -> PoolSettings:
     shown = {}
     for key, rule in POOL_KEYS.items():
-        # Text is typed as it is, other values as JSON.
+        # Text is typed without quotes, and other values are typed as JSON.
         default, example = (
             value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for value in (rule.default_value, rule.example)
