@@ -196,7 +196,7 @@ def _add_service(
         text = json.dumps(given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_WHERE}: the broker's settings must be plain values: {error}") from error
-    # -P: no module in the hub's working directory may replace ours.
+    # With -P, no module in the hub's working directory can replace ours.
     command = [sys.executable, "-P", str(Path(__file__).with_name("attendant.py"))]
     command += [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", path, "--stand-by"]
     command += ["--service"] if everyone and path != SYSTEM_SOCKET else []

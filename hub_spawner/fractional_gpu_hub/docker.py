@@ -2,7 +2,7 @@
 
 - The containers of each user run with a separate uid (`gpu_first_uid` plus the user's id in the hub), so users cannot access each other's
   leases. The broker treats root in a container as root.
-- The broker runs as root on the machine, where it knows kernels by their pids. It connects to them on the container's loopback interface.
+- The broker runs as root on the machine, knows kernels by their pids there, and connects to them on the container's loopback interface.
 - A container gets the GPUs, and read-only access to the broker's socket and the seat's file.
 - A container is removed with its server, because a reused container would have the environment of an earlier seat.
 """

@@ -174,7 +174,7 @@ def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
                 reason="seat-file",
             ) from None
     else:
-        folder.chmod(0o711)  # users may access the folder but not list it; the umask would change the mode of `mkdir`
+        folder.chmod(0o711)  # users may open their files but not list the folder; the umask affects the mode of `mkdir`
 
 
 class Reconciler:

@@ -68,7 +68,7 @@ class ImportHooks:
                 return spec
         return None
 
-    def _hook(self, loader: Any, name: str) -> None:  # noqa: ANN401 - a loader is whatever importlib found
+    def _hook(self, loader: Any, name: str) -> None:  # noqa: ANN401 - importlib may find any loader
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

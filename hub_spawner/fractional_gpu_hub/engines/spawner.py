@@ -189,7 +189,8 @@ class EngineGPUMixin(GPUChoiceMixin):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         saved = state.get(_STATE)
-        with contextlib.suppress(TypeError):  # saved by another version; the server continues, but without this figure
+        # If another version saved the state, the server continues, but its share is not shown.
+        with contextlib.suppress(TypeError):
             self._gpu_allocation = Allocation(**saved) if isinstance(saved, dict) else None
 
     def clear_state(self) -> None:

@@ -42,7 +42,7 @@ LONGEST_PAUSE_S = 5.0
 _CALL_AGAIN_S = 1.0  # the pause of a process that cannot call the broker
 
 # The notes in a waiter's queue, in addition to `Progress` and RefusedError:
-OPENED = "opened"  # the gate was opened, by the grant or by a command of the broker
+OPENED = "opened"  # the grant or a command from the broker opened the gate
 INTERRUPTED = "interrupted"
 FREE = "free"  # the main loop runs again, which ends a wait of `LoopWatch`
 REVIVING = "The GPU broker does not answer; restarting it."

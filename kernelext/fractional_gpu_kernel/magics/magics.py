@@ -87,7 +87,7 @@ class Magics:
         The cell waits for its share as it does for the GPU. The share is given back even if the cell fails or is interrupted.
         %%gpu measure finds out instead which share is enough for the cell, in separate processes; see %gpu help measure.
 
-        Only `run_cell_magic` gets here with a FRACTION: a notebook's `%%gpu` line is removed before.
+        With a FRACTION, only `run_cell_magic` calls this method, because a `%%gpu` line in a notebook is removed earlier.
         """
         if not is_measure(line):
             self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
@@ -100,9 +100,9 @@ class Magics:
             measure_cell(self._shell, self._kernel.settings, parse_measure(line), cell)
 
     def cpu(self, line: str, cell: str) -> None:
-        """Run this cell without waiting for the GPU (it must not use it).
+        """Run this cell without waiting for the GPU. The cell must not use the GPU.
 
-        Only `run_cell_magic` gets here: a notebook's `%%cpu` line is removed before.
+        Only `run_cell_magic` calls this method, because a `%%cpu` line in a notebook is removed earlier.
         """
         if line.strip():
             raise _usage_error(f"%%cpu takes no arguments; given: {line.strip()[:100]}")

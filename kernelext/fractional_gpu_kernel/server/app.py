@@ -113,8 +113,7 @@ def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
 #     GET  /jupyter-fractional-gpu/state                     the last state in the event stream, for a newly opened page
 #     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     advice about the kernel's share, for a newly opened panel
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30} or unpin, as with `%gpu`
-#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: the next cell will run soon; contains nothing about the
-# cell
+#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: the next cell will run soon (but nothing about the cell)
 #
 # Requests are authenticated, authorised for `kernels` and checked for XSRF. When the browser disconnects, the action ends, and the ticket
 # of a waiting resume is withdrawn. Errors are JSON with `message` and `reason`, with the HTTP status from the broker.

@@ -50,8 +50,8 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class JobSeat:
     """The entitlement of a job on this node. `devices` has the UUIDs of the devices that it may use; None means any device in the pool.
 
-    `memory_mib` is the job's memory limit on the node, or None. If `fits` is set, the share is reduced if its data do not fit into that
-    memory.
+    `memory_mib` is the job's memory limit on the node, or None. If `fits` is set, the share is reduced if its data does not fit into
+    that memory.
     """
 
     job_id: int

@@ -46,9 +46,8 @@ def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
     owner = pod.annotations.get(pods.OWNER, "") if trusted else ""
     return SeatRequest(
         owner=owner or f"{about.namespace}/{about.name}"[:MAX_NAME],
-        hub=f"{KUBERNETES}:{about.namespace}"
-        if owner
-        else "",  # two hubs may have users and servers with the same names
+        # Two hubs may have users and servers with the same names.
+        hub=f"{KUBERNETES}:{about.namespace}" if owner else "",
         server=(pod.annotations.get(pods.SERVER, "") if owner else "") or f"pod-{about.uid}",
         pool=pool,
         fraction_milli=milli,

@@ -78,7 +78,7 @@ def hold_simulated() -> Memory:
 def hold_nvidia(driver: Any = None) -> Memory:  # noqa: ANN401 - the bindings have no types
     cuda = importlib.import_module("cuda.bindings.driver") if driver is None else driver
 
-    def do(call: str, *given: object) -> Any:  # noqa: ANN401 - whatever this call of the driver gives
+    def do(call: str, *given: object) -> Any:  # noqa: ANN401 - any result of this call
         result, *values = getattr(cuda, call)(*given)
         if int(result) != 0:
             raise RuntimeError(f"{call} gave {getattr(result, 'name', result)} ({int(result)})")

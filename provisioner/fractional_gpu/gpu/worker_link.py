@@ -260,7 +260,7 @@ class WorkerLink:
 
     async def _begin(self) -> Worker:
         if self._unkillable is not None and not self._unkillable.has_ended:
-            # Start no second worker: both could act on the same process.
+            # Do not start a second worker, because both could act on the same process.
             raise GPUError(
                 GPUErrorCode.WORKER_HUNG,
                 f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be suspended or "

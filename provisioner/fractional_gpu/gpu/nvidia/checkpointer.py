@@ -200,7 +200,7 @@ class NvidiaCheckpointer:
             found[f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"] = raw
         return found
 
-    def _must(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of the driver gives
+    def _must(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - any result of this call
         result, value = self._ask(call, *arguments)
         if result != _SUCCESS:
             code = _CODES.get(result, GPUErrorCode.UNKNOWN)

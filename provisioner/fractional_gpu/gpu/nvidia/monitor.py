@@ -308,7 +308,7 @@ class NvidiaMonitor:
         handles[device_id] = handle
         return found
 
-    def _optional(self, call: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
+    def _optional(self, call: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 - any result of this call
         try:
             return getattr(self._nvml, call)(*arguments, **more)
         except self._nvml.NVMLError as error:

@@ -204,7 +204,7 @@ HELD: Final = f"SELECT COALESCE(SUM(bytes), 0) FROM processes WHERE {ON_DEVICE}"
 _UNSET: Final = "start the kernel through a broker with --simulate, or set it yourself"
 
 
-class _NoRoom(Exception):  # noqa: N818 (a signal between two functions here: reap dead processes, then try again)
+class _NoRoom(Exception):  # noqa: N818 (this only tells the caller to reap dead processes and try again)
     pass
 
 

@@ -74,9 +74,8 @@ class SimulatedMonitor:
         self._store = open_store(directory)
         self._reaped_s = -math.inf
         self._opened_us = since_boot_us()
-        self._drawn: dict[
-            str, tuple[int, int]
-        ] = {}  # by device: when its energy was last counted, and the count, microjoules
+        # The time at which the energy of each device was last counted, and the energy until then in microjoules.
+        self._drawn: dict[str, tuple[int, int]] = {}
 
     @translated
     def devices(self) -> list[DeviceInfo]:

@@ -11,7 +11,7 @@ folders aside, in one transaction.
 
 import fcntl
 import os
-import shutil  # not at exit: imports there make Python lose the exit status of an interrupt
+import shutil  # not imported at exit, because Python would then lose the exit status of an interrupt
 import stat
 import time
 from collections.abc import Iterator
@@ -25,9 +25,8 @@ from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store, own_na
 from fractional_gpu.host.process import boot_id, parse_stat, read_file, read_of, read_stat
 
 OPEN: Final = b"O"  # calls may pass
-WORK: Final = (
-    "work"  # a file of the process; its modification time says when its work on the device ends or ended, since boot
-)
+# A file of the process. Its modification time is the end of the process's work on the device, as a time since boot.
+WORK: Final = "work"
 WANTED: Final = b"W"  # a lock operation waits for calls in flight, and new calls are held
 CLOSED: Final = b"C"  # locked, checkpointed or failed; held calls read the reason
 # This has only one placeholder, because Python 3.14 does not accept a sequence for numbered ones.
@@ -292,7 +291,8 @@ def empty_trash(store: Store) -> None:
 
 
 def reap(store: Store) -> None:
-    # Root may release the memory of any process, and other users that of their own. If the folder is gone, only root may do so.
+    # Root may release the memory of any process, and other users only the memory of their own processes. If the folder of a process is
+    # gone, only root may release its memory.
     everything = os.geteuid() == 0 or not store.shared
     recorded = store.query("SELECT key, pid FROM processes")
     dead = [

@@ -131,7 +131,7 @@ class Store:
                     self._db.execute("ROLLBACK")
                 raise
 
-    def query(self, sql: str, *values: Any) -> list[Any]:  # noqa: ANN401 (rows are of whatever types the columns have)
+    def query(self, sql: str, *values: Any) -> list[Any]:  # noqa: ANN401 (columns may have any type)
         with self._mutex:
             return self._db.execute(sql, values).fetchall()
 
