@@ -291,15 +291,15 @@ class Broker:
             kernel.notify()
 
     def open_gate(self, kernel: Kernel) -> None:
-        """Let the kernel's cells run if it may use its devices and its gate is not closed for waiting kernels."""
+        """Let the kernel's cells run if the kernel may use its devices and is not held back for waiting kernels."""
         device_ids, view = self.records.may_use(kernel), self.arbiter.lease(kernel.lease_id)
         if device_ids and kernel.link is not None and view is not None and not view.gate_closed:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _cell_began(self, kernel: Kernel) -> None:
-        """Handle a cell that began although the gate was shut.
+        """Handle a cell that began although its kernel should keep cells waiting.
 
-        This happens if the kernel has no guard, if the command to shut the gate came too late, or if a grant reopened it.
+        This happens if the kernel has no extension, if the command to keep cells waiting came too late, or if a grant cancelled it.
         """
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
@@ -439,7 +439,7 @@ class Broker:
         kernel.watch_runner(kernel.launch.holder, later)
 
     def _runner_ended(self, kernel: Kernel) -> None:
-        """If a command's runner has ended, keep the command on its device or bring it back. No other process would request the device."""
+        """Keep the command of an ended runner on its device, or bring it back. No other process would request the device for it."""
         kernel.end_runner()
         sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
@@ -479,7 +479,7 @@ class Broker:
         kernel.notify()
 
     def end_burst(self, kernel: Kernel) -> None:
-        """Restore the lease's size if its process ended during a burst, since the kernel can no longer do so."""
+        """Restore the lease's size if the kernel ended while it had a larger size for one cell."""
         if kernel.requests.size_before_burst is not None:
             own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
@@ -562,7 +562,7 @@ class Broker:
             self.dispatch(LeasesMeasured(at_ms=now_ms(), measurements=(one,)))
 
     def request_on_behalf(self, kernel: Kernel) -> None:
-        """File a ticket for a kernel that cannot request the GPU or has not done so."""
+        """File a ticket for a kernel that has not requested the GPU, or cannot."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.revoked or kernel.cell.ticket_by_broker:
             return

@@ -43,8 +43,8 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
 class DeadlineClock:
     """The clock for the deadlines of pins and unconfirmed seats. It survives broker restarts and reboots.
 
-    It counts milliseconds since 1970, but setting the wall clock must not end a pin. It therefore adds the time since boot to a start,
-    which is read from the wall clock once per boot and kept in the ledger. `start_ms` is that start. `since_boot` returns nanoseconds.
+    Its time is in milliseconds since 1970. Because setting the wall clock must not end a pin, the wall clock is read only once per boot.
+    `start_ms` is the boot's time according to that reading, and is kept in the ledger. `since_boot` returns nanoseconds.
     """
 
     def __init__(self, start_ms: int, since_boot: Callable[[], int] = since_boot_ns) -> None:

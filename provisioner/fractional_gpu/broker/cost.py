@@ -164,7 +164,7 @@ class Costs:
 
 
 class _Metered:
-    """Runs a coroutine as `await` does, and charges the processor time of each step."""
+    """Awaits a coroutine, and charges the processor time of each of its steps."""
 
     def __init__(self, work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> None:
         self._work = work

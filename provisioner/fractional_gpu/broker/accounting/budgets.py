@@ -144,7 +144,7 @@ class BudgetKeeper:
         self._warn(kernel, warned[0] if warned else None)
 
     def _warn(self, kernel: Kernel, state: BudgetState | None) -> None:
-        """Show a notice in the notebook once per window, and again when the budget is used up."""
+        """Show a notice in the notebook once per budget period, and again when the budget is used up."""
         key = None if state is None else (state.budget.text, end_of(state.budget, self._now_s()), state.is_used_up)
         if key != kernel.budget_told:
             kernel.budget_told = key
@@ -201,9 +201,9 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add an amount until `until_s`, or until each budget resets.
+        """Add `amount` to the subject's budgets until `until_s` (seconds since 1970), or until each budget resets.
 
-        Raises LedgerError, and then adds nothing. Cancellation does not undo the extension.
+        Raises LedgerError if the extension cannot be saved; the budgets are then unchanged. Cancellation does not undo the extension.
         """
         now_s = self._now_s()
         more = [

@@ -80,7 +80,7 @@ class UsageCounters:
     """The counters of one broker's meter, used on its loop. `users` contains user names, `pools` does not."""
 
     def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
-        """Take the names of the configured `pools`, which have counters before anything is counted."""
+        """`pools` returns the names of the configured pools. Each pool's counters exist, at 0, before anything is counted."""
         self._metering = metering
         self._pools = pools
         self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users that have their own label

@@ -2,7 +2,7 @@
 
 - Leases are read with each device sample, every second or two while there are kernels. Peaks between samples are missed.
 - Each day is rewritten once a minute and kept for `WINDOW_DAYS`. A broker that is killed loses at most one minute.
-- Advice is computed at most once a minute per notebook. The day on which it was first given is recorded, to follow up on it.
+- Advice is computed at most once a minute per notebook. The day on which it was first given is recorded, so that its effect can be checked.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class ShareHabits:
         return self._advice(self._key(view), _share(view)) if view.spec.devices == 1 else None
 
     def of_seats(self, pool: str, owner: str) -> ShareAdvice | None:
-        """Return advice for a hub user's servers, based on their last share, or None without a record."""
+        """Return advice for a hub user's servers, based on their last share, or None if nothing is recorded."""
         key = HabitKey(pool, owner, True, HabitKind.SEAT, "")
         days = self.recorder.days(key)
         return self._advice(key, days[-1].share) if days else None
@@ -120,7 +120,7 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return all useful advice, only for one `owner` and `pool` if these are given.
+        """Return advice for every notebook that has any. If `owner` or `pool` is given, only for these notebooks.
 
         Yields to other tasks, because a hub has thousands of notebooks.
         """

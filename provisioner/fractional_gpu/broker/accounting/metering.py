@@ -86,7 +86,7 @@ class Metering:
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with the figures of each write
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Continue from the previous broker's last write, once devices and pools are known. Raises LedgerError."""
+        """Continue from the previous broker's last write. Devices and pools must be known. Raises LedgerError."""
         state = _read_state(ledger)
         same_boot = state.boot_id == self._boot_id
         if same_boot:
@@ -145,7 +145,7 @@ class Metering:
             self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
-        """Start to count an earlier broker's lease at that broker's last write, or at the start of the lease if that was later."""
+        """Count an earlier broker's lease from that broker's last write on, or from the lease's start if that was later."""
         if lease_id in self._kernels and not self.meter.knows(lease_id):
             age_ms = max(0, self._clocks.wall() - self._kernels[lease_id].created_ms)
             self._observe(lease_id, max(self._began_ms, self._clocks.now() - age_ms), busy=False)
@@ -161,7 +161,7 @@ class Metering:
         return self._clocks.wall() - (self._clocks.now() - at_ms)
 
     def uncollected(self) -> Iterable[UsageRow]:
-        """Return the figures that have not been sent to followers yet. Read them immediately, because they change."""
+        """Return the figures since the last write. Read them immediately, because they change."""
         return self.meter.rows(self._clocks.now(), self._clocks.wall())
 
     async def run(self) -> None:

@@ -249,7 +249,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
-        """Audit an administrator's action and its outcome, unless users may take this action on their own leases."""
+        """Audit an administrator's action and its outcome, except what any user may do to their own lease."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described
@@ -298,7 +298,7 @@ class Handler(web.RequestHandler):
             self._writes = False
 
     def keep_alive(self) -> bool:
-        """Write an empty command, unless a line is being written. A second flush would orphan the future of the first."""
+        """Write an empty line and return True, or return False if another line is still being written."""
         if self._writes or self.stream.closed() or self.stream.writing():
             return False
         self.write(_KEEP_ALIVE)
@@ -306,7 +306,7 @@ class Handler(web.RequestHandler):
         return True
 
     def is_read(self) -> bool | None:
-        """Return whether the peer has read everything that we wrote, or None if the operating system cannot tell."""
+        """Return whether the peer has read everything that was written to it, or None if the operating system cannot tell."""
         if not self.shared.hears or self.stream.socket is None:
             return None
         return not (self.stream.writing() or unread(self.stream.socket))

@@ -109,7 +109,7 @@ class LeaseService:
             await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
+        """Return the lease's kernel if the peer may control it. With `own`, only the lease's own token or process may.
 
         A process whose token file is gone is recognized by its place in the kernel's process tree. For the kernel itself, the lease is over
         once it is being evicted, or once only processes that the kernel left behind keep it alive. Raises NotFoundError, UnauthorizedError,
@@ -253,7 +253,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if only the user's other starting kernels cause a refusal, as they do when JupyterLab restores a session."""
+        """Wait a moment if only the user's other starting kernels cause a refusal, as happens when JupyterLab restores a session."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
@@ -262,7 +262,7 @@ class LeaseService:
             await asyncio.sleep(_START_PAUSE_S)
 
     async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:
-        """Wait up to `wait_ms`, at most a minute, for a kernel's reservation before it starts. Return its device."""
+        """Wait up to `wait_ms`, at most a minute, for the reservation of a kernel that has not started yet. Return the device."""
         limit_ms = max(0, min(wait_ms, 60_000))
         try:
             async with asyncio.timeout(limit_ms / 1000):
@@ -296,9 +296,8 @@ class LeaseService:
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
         """End the kernel's processes and its lease. This is the only action that loses a kernel's state on purpose.
 
-        Raises BadRequestError without `confirm`. If a process does not end, raises ConflictError and keeps the lease. Jupyter may start a
-        new kernel before that; the new kernel gets another lease. If cancelled, the lease stays, but processes that were signalled still
-        end.
+        Raises BadRequestError without `confirm`. If a process does not end, raises ConflictError and keeps the lease. A kernel
+        that Jupyter starts in the meantime gets another lease. If cancelled, the lease stays, but processes that were signalled still end.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -313,7 +312,7 @@ class LeaseService:
         await self.end_kernel(who, kernel, f", to free the GPU{because}")
 
     async def end_kernel(self, who: str, kernel: Kernel, why: str) -> None:
-        """End the kernel's processes and its lease, and tell its successor who did so and why. Otherwise this does the same as `evict`."""
+        """End the kernel's processes and its lease as `evict` does. The next kernel of the notebook tells its user who did so and why."""
         sentence = self._evictions.begin(kernel, who, why)
         try:
             await end_tree(self.broker, kernel)
@@ -379,7 +378,7 @@ class LeaseService:
         return json.dumps(request.connection)
 
     def _check_reservation(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Raise NoRoomError if a process without a gate has no reservation, because it must not run without one."""
+        """Raise NoRoomError if a kernel whose cells cannot be kept waiting has no reservation, because its cells would run at once."""
         # The reservation of a lease without a process ends with the broker that made it, so request it again.
         self.broker.request_on_behalf(kernel)
         view = view_of(self.broker, kernel)
@@ -394,14 +393,14 @@ class LeaseService:
     async def detach(self, kernel: Kernel) -> None:
         """Detach the ended process from the lease.
 
-        Returns once all processes left behind are known. If cancelled, the search for them continues.
+        Returns once it is known which processes the kernel left behind. If cancelled, the search for them continues.
         """
         if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
-        """Accept the extension's stream in place of an older one, and send the gate the command that fits the lease's state."""
+        """Accept the extension's stream instead of an older one. Send the extension the command that fits the lease's state."""
         link = kernel.connect_gate(time.monotonic(), hello.inputs)
         view = view_of(self.broker, kernel)
         if not hello.open:

@@ -106,7 +106,7 @@ def find_route(method: str, path: str) -> tuple[Route[Any, Any] | None, str]:
 
 
 class Payers:
-    """Decides who pays for a request. If its token or the peer's control group proves a seat, the seat pays, and otherwise the user."""
+    """Decides who pays for a request: a seat if the token or the peer's control group proves it, and otherwise the user."""
 
     def __init__(self, broker: Broker, seats: Seats) -> None:
         self._broker = broker
@@ -361,7 +361,7 @@ class Server(HTTPServer):
         account.charge(COST_CONNECTION_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
-        """Refuse a connection at its account's turn and after a pause. The client would answer a quick refusal with a new attempt."""
+        """Pause, wait for the account's turn, and refuse the connection. After a quick refusal the client would retry at once."""
         try:
             await asyncio.sleep(COST_WAIT_S)
             await account.turn()
@@ -454,7 +454,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Discard queries about the holder of the claim. The system answers such queries only while the backlog has room."""
+    """Discard connections that other processes make to ask who holds the claim. They succeed only while the backlog has room."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

@@ -26,7 +26,7 @@ _MOST: Final = 1000
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
-    """End processes until `left` returns none. `what` describes them in errors.
+    """End the processes that `left` returns, until it returns no more. `what` describes them in errors.
 
     Raises ConflictError if a process does not end, or if the broker is not permitted to signal it. If cancelled, signalled processes still
     end.

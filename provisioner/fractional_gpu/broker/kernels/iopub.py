@@ -96,7 +96,7 @@ class IOPubWatch:
     """Watches one kernel, and charges its account for it.
 
     `busy` is also true while the watch is in doubt. `executing` is true only if the kernel is certainly handling a message. The watch calls
-    `changed()` on the loop. For a message that only a person at work sends, it calls `signed(sign)` first.
+    `changed()` on the loop. If a message suggests that a cell will run soon, the watch calls `signed(sign)` before that.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class IOPubWatch:
             self._iopub.connect(self._connection.iopub)
 
     def _join_shell(self) -> None:
-        """Connect to the shell channel once IOPub is connected. The kernel listens by then, so that a probe is useful."""
+        """Connect to the shell channel once IOPub is connected. By then the kernel listens, and will answer a probe."""
         if self._shell_joined:
             self._shell.disconnect(self._connection.shell)
             self._rejoined = True  # a probe may have been lost, so send another one
@@ -246,7 +246,9 @@ class IOPubWatch:
         self._shell.connect(self._connection.shell)
 
     def _take(self, frames: list[bytes]) -> Sign | None:
-        """Process one IOPub message and return its sign, if any. Ignore a message that is too long, malformed or wrongly signed."""
+        """Process one IOPub message. Return the sign that a cell will run soon, or None.
+
+        A message that is too long, malformed or wrongly signed is ignored."""
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
             if sum(map(len, parts)) > _LONGEST_STATUS:

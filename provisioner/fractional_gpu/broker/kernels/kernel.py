@@ -50,7 +50,7 @@ class Survivor:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CheckpointState:
-    """The state of the kernel's checkpoints. The swap changes it, as does the broker when the lease gets a device."""
+    """The state of the kernel's checkpoints. Suspends and resumes change it, as does the broker when the lease gets a device."""
 
     homes: tuple[str, ...] = ()  # the devices that last held the memory of its processes; checkpoints come from them
     sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend planned to save
@@ -93,7 +93,7 @@ class Measurement:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DiskState:
-    """What the ledger is known to contain about the lease. `LeaseRecords` changes it."""
+    """What the ledger is known to contain about the lease. Only `LeaseRecords` changes this object."""
 
     reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
     unreserved_saves: int = 0  # number of saves that recorded no reservation
@@ -213,7 +213,7 @@ class Kernel:
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
     def watch_runner(self, runner: ProcessIdentity | None, exited: Callable[[], object]) -> None:
-        """Call `exited` on the loop once a command's runner or a claim's holder has ended. An invisible process counts as alive."""
+        """Call `exited` on the loop once a command's runner or a claim's holder has ended, if that may be watched."""
         self._forget_runner()
         if runner is None:
             return
@@ -308,7 +308,7 @@ class Kernel:
 
     @property
     def _uses_no_gpu(self) -> bool:
-        """Whether every message that it handles waits for input or holds room unused. If the watch is in doubt, there may be others."""
+        """Whether every message that the kernel handles waits for input or has not used the GPU for long. False if in doubt."""
         idle = self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
         if not idle or self.iopub is None or not self.iopub.executing:
             return False
@@ -362,7 +362,7 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec, *, in_job: bool = False)
 
 
 def remove_books(lease_id: str) -> None:
-    """Remove HAMi-core's bookkeeping file of an ended lease, if it exists and we are permitted to."""
+    """Remove HAMi-core's bookkeeping file of an ended lease, if it exists and the broker is permitted to."""
     with suppress(PermissionError):
         _books(lease_id).unlink(missing_ok=True)
 

@@ -110,7 +110,7 @@ class ProcessInspector:
             return await SWAPS.run(self.scans.take)
 
     async def take(self, device_ids: Sequence[str] | None = None, *, max_age_s: float = 0.0) -> HostSnapshot:
-        """Return a snapshot of these devices, or of all by default, and of /proc, which may be `max_age_s` seconds old. Raises GPUError."""
+        """Return a snapshot of /proc, at most `max_age_s` seconds old, and of these devices (default: all). Raises GPUError."""
         with _shortage_as_gpu_error():
             # The scan waits for the operating system, and the reading for the driver.
             found, uses = await asyncio.gather(SWAPS.run(self.scans.take, max_age_s), SWAPS.run(self._uses, device_ids))
@@ -147,7 +147,7 @@ class ProcessInspector:
     ) -> list[ProcessIdentity]:
         """Return the kernel's processes that hold device memory.
 
-        With `saved`, ask the driver, too, because only the driver knows whose memory is saved in host memory.
+        With `saved`, include processes whose device memory is saved in host memory. Only the driver knows these.
         """
         found = []
         for identity in self._tree_below(kernel, root, host.processes):
@@ -167,8 +167,8 @@ class ProcessInspector:
     async def _has_cuda(self, kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Ask the driver whether the process has CUDA state. Return True for a stopped process, which cannot answer. Raises GPUError.
 
-        If the saved processes are known, ignore an error about another process that runs its parent's program, since it inherited a
-        context.
+        If the saved processes are known, an error about any other process that runs its parent's program is ignored, because such a
+        process only inherited a context.
         """
         if host.processes.stopped_or_traced(identity):
             return True
@@ -188,7 +188,7 @@ class ProcessInspector:
     ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
         """Return the MiB of each CUDA process, or 0 if unknown, and the processes with an inherited context.
 
-        Raises GPUError, also if a process is already saved.
+        Raises GPUError if the driver fails or if a process is already saved.
         """
         states, heirs = await self.states(kernel, host)
         for identity, state in states.items():
@@ -204,7 +204,7 @@ class ProcessInspector:
     async def states(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
-        """Return the states of processes that created a context, and the processes that inherited one. Raises GPUError."""
+        """Return the states of processes that created a CUDA context, and the processes that inherited one. Raises GPUError."""
         tree = self.tree(kernel, host)
         if self.off:
             return {one: ProcessState.RUNNING for one in tree if host.used_mib(one.pid)}, []
@@ -251,7 +251,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, except those below `apart`. Includes processes that were reparented out of its tree."""
+    """Return the kernel's processes, except those below `apart`. Includes processes that were reparented out of the kernel's tree."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree

@@ -146,7 +146,7 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
 def guaranteed_mib(
     arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
 ) -> int | None:
-    """Return the guaranteed MiB in a pool that reserves by use, or None if the whole cap is guaranteed. Raises BadRequestError."""
+    """Return the MiB that the pool guarantees, or None if it reserves the lease's whole memory cap. Raises BadRequestError."""
     if pool.reserve_by is ReserveBy.CAP:
         if request_mib is not None:
             raise BadRequestError(
@@ -188,7 +188,7 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
 
 
 async def holder_of(peer: Peer, named_pid: int) -> ProcessIdentity:
-    """Return the process whose end also ends the peer's claim. Raises BadRequestError or ForbiddenError."""
+    """Return the process with this pid, with whose end the peer's claim will end, too. Raises BadRequestError or ForbiddenError."""
     try:
         _, identity, uid = await ATTACHING.run(_named_process, peer, named_pid)
     except (ProcessLookupError, PermissionError, ValueError) as error:
@@ -199,7 +199,7 @@ async def holder_of(peer: Peer, named_pid: int) -> ProcessIdentity:
 
 
 def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, int]:
-    """Resolve a pid from the peer's pid namespace. Blocks. Raises ProcessLookupError, also if the peer is invisible."""
+    """Resolve a pid from the peer's pid namespace. Blocks. Raises ProcessLookupError, for example if the peer is invisible."""
     if peer.credentials.pid <= 0:
         raise ProcessLookupError("the requesting process is in a pid namespace that the broker cannot see")
     try:
@@ -218,7 +218,7 @@ def server_of(peer: Peer) -> ProcessIdentity | None:
 
 
 def token_file_of(identity: ProcessIdentity) -> str:
-    """Return the token file's path from the process's environment, or "" if it names no usable one. Blocks."""
+    """Return the token file's path from the process's environment, or "" if there is no usable path. Blocks."""
     try:
         path = environment_value(identity.pid, _TOKEN_VARIABLE) or ""
     except (ProcessLookupError, PermissionError):
@@ -227,7 +227,7 @@ def token_file_of(identity: ProcessIdentity) -> str:
 
 
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
-    """Return the variable once it has the expected value. If it does not get that value within a moment, return its last value.
+    """Return the value of the environment variable. Wait a moment for it to become `expected`.
 
     `exec` reports success before Linux puts the new environment in place, and until then the environment reads as empty. Raises the same
     errors as `environment_value`.
