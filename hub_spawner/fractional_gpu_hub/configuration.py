@@ -138,7 +138,7 @@ def _answers(path: str) -> bool:
 
 
 def _is_system_service(path: str) -> bool:
-    """Return whether the broker that serves at `path` was not started by this hub earlier."""
+    """Return whether a broker that this hub did not start is serving at `path`."""
     if path != SYSTEM_SOCKET or not _answers(path):
         return False
     try:

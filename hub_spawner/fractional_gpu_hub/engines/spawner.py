@@ -102,7 +102,10 @@ class EngineGPUMixin(GPUChoiceMixin):
         raise NotImplementedError
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield a sentence whenever the engine's reason or the expected start changes. This is closed when the server has started."""
+        """Yield a sentence whenever the engine's reason or the expected start changes.
+
+        The caller closes the generator when the server has started.
+        """
         nothing: tuple[str, ...] = ()
         for sentence in nothing:
             yield sentence

@@ -357,7 +357,7 @@ class Context:
     def destroy(self) -> None:
         """Release the context and all memory. If an operation is moving the process, another process does this later (see `reap`)."""
         try:
-            self.load.close()  # before `forget` records the use
+            self.load.close()  # before `forget` moves the folder away
             with operation_lock(self.folder) as mine:
                 if mine:
                     forget(self.store, [self.key])
