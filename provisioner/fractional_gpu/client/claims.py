@@ -23,7 +23,7 @@ _Waiting = Callable[[Progress], None]
 def take_claim(
     request: LeaseRequest, wait_ms: int | None = None, waiting: _Waiting = lambda _: None
 ) -> "tuple[LeaseStatus, DeviceStatus, Mapping[str, str]]":
-    """Claim room on a device for programs of this user, until `request.ttl_ms` is over or process `request.holder_pid` ends.
+    """Claim room on a device for programs of this user, until `request.ttl_ms` has passed or the process `request.holder_pid` ends.
 
     Start a broker if none is running. Wait up to `wait_ms` for room (None for no limit), and call `waiting` with each line of progress.
     Return the claim, its device, and the variables that bind a program to this device. `BrokerClient.pin` changes when the claim ends, and
@@ -48,7 +48,7 @@ def take_claim(
 
 
 def await_grant(client: BrokerClient, lease_id: str, wait_ms: int | None, waiting: _Waiting) -> Progress:
-    """Wait for the GPU, restarting a broker that ends.
+    """Wait until the lease has the GPU. If the broker ends meanwhile, restart it.
 
     Raises NoRoomError, or BrokerUnavailableError if no broker can be reached.
     """

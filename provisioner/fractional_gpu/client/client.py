@@ -113,7 +113,7 @@ class BrokerClient:
     def stream(
         self, route: Route[Request, Reply], request: Request | None = None, about: str = "", *, silence_s: float
     ) -> Generator[Reply, None, None]:
-        """Yield the lines of a route until the broker ends the stream. Each must arrive within `silence_s`.
+        """Yield the lines of a route until the broker ends the stream. Each line must arrive within `silence_s` seconds.
 
         Closing the generator hangs up. Raises the same errors as `call`.
         """
@@ -161,11 +161,11 @@ class BrokerClient:
         self.call(routes.END, about=lease_id)
 
     def attach(self, lease_id: str, request: AttachRequest) -> "LeaseStatus":
-        """Report the lease's process and how to listen to it."""
+        """Report the lease's process and its Jupyter connection, to which the broker listens."""
         return self.call(routes.ATTACH, request, lease_id)
 
     def detach(self, lease_id: str) -> None:
-        """Report that the process has ended or is about to be replaced."""
+        """Report that the lease's process has ended or is about to be replaced."""
         self.call(routes.DETACH, about=lease_id)
 
     def suspend(self, lease_id: str) -> "LeaseStatus":
@@ -278,7 +278,7 @@ class BrokerClient:
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
-        """Answer one command of the gate, or send a pulse."""
+        """Answer one command of the broker to the gate, or send a pulse to show that Python runs."""
         self.call(routes.ANSWER, answer, lease_id)
 
     def close(self) -> None:

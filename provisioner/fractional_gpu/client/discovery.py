@@ -4,7 +4,7 @@
   hosts share this folder (a home on NFS), each host has a subfolder. Clients send connection keys to the socket, so only this user or root
   may write to its folder.
 - A missing broker is started, except in two cases. A system service is started by its administrator. In a job or pod no broker is started,
-  because it would end with the job or pod. Concurrent starters do not conflict: each succeeds once *a* broker serves.
+  because it would end with the job or pod. Concurrent starters do not conflict: each succeeds once any broker accepts connections.
 - A broker writes its start command to `broker.json`, next to the socket and in its state folder. With this command, a kernel in
   another environment starts the next broker from the environment that installed it.
 """
@@ -114,8 +114,8 @@ def ensure_broker(
     """Return a client of the broker on `socket` (by default `socket_path()`), starting a broker if none is running there.
 
     `timeout_s` limits, in seconds, the start and each of the client's calls. `answer_s` limits the first answer of a running broker, and is
-    the same by default. `command` starts a broker (by default `restart_command`). `simulate` describes the simulated devices of a first
-    broker, if the environment describes none. This function blocks, so an event loop must call it in a thread. Raises
+    the same by default. `command` starts a broker (by default `restart_command`). `simulate` describes the simulated devices of a newly
+    started broker, if the environment describes none. This function blocks, so an event loop must call it in a thread. Raises
     BrokerUnavailableError.
     """
     path = socket if socket is not None else socket_path()
@@ -188,7 +188,7 @@ def _is_service(path: str) -> bool:
 
 
 def _answers(client: "BrokerClient", answer_s: float) -> bool:
-    """Return whether a broker serves. Return False only if no process listens.
+    """Return whether a broker answers on the socket. Return False only if no process listens on it.
 
     Raises BrokerUnavailableError if the broker hangs or is incompatible.
     """
@@ -217,7 +217,7 @@ def _check_folder_if_there(path: str) -> None:
 
 
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
-    """Wait while a broker starts, ends or restores its deleted socket, or a service restarts. Return whether a broker serves.
+    """Wait while a broker starts, ends or restores its deleted socket, or a service restarts. Return whether a broker accepts connections.
 
     Raises BrokerUnavailableError with the name of the process if the broker stays unreachable.
     """
@@ -260,7 +260,7 @@ def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[st
 
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
-    """Run the start command, which ends once a broker serves. Raises BrokerUnavailableError."""
+    """Run the start command, which ends once a broker accepts connections. Raises BrokerUnavailableError."""
     argv, environment = command or _start_command(path)
     # The file is in memory, because the disk may be full. It is not a pipe, because the broker may keep its end open.
     with os.fdopen(os.memfd_create("gpu-start"), "r+b") as complaint:
@@ -296,12 +296,12 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
 
 
 def restart_file(path: str) -> Path:
-    """Return the file in which this socket's broker records how to start it again. It exists while leases may be live."""
+    """Return the file in which this socket's broker records how to start it again. The file exists while leases may be live."""
     return Path(path).with_name("broker.json")
 
 
 def spare_restart_file(path: str) -> Path:
-    """Return the path of a second copy, because a cleaner may empty the socket's folder."""
+    """Return the path of a second copy of the restart file, because the system may empty the socket's folder."""
     return state_folder(path) / "broker.json"
 
 

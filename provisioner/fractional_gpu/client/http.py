@@ -35,7 +35,10 @@ def is_service_socket(path: str) -> bool:
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address of a socket's broker. It does not follow links, since a link may replace a deleted folder."""
+    """Return the abstract address that the broker of a socket claims.
+
+    Links in the path are not followed, since a link may replace a deleted folder.
+    """
     digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
     return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 
@@ -261,7 +264,7 @@ class Call:
         self._check()
 
     def pause(self, seconds: float) -> None:
-        """Wait. Raises BrokerUnavailableError as soon as the call is given up."""
+        """Wait for `seconds`. Raises BrokerUnavailableError as soon as the call is given up."""
         self._given_up.wait(seconds)
         self._check()
 

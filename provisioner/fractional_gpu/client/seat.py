@@ -53,7 +53,7 @@ def own_seat() -> Seat | None:
 
 
 def own_share() -> tuple[str, int] | None:
-    """Return the pool and the thousandths of this process's seat for display, or None. Raises FractionalGPUError."""
+    """Return the pool and the milli-GPU of this process's seat for display, or None if it has no seat. Raises FractionalGPUError."""
     seat = own_seat()
     if seat is not None:
         return seat.pool, seat.fraction_milli

@@ -1,7 +1,7 @@
 """The folder of a broker's state: its ledger, its audit log and its start command.
 
-Cleaners empty runtime folders, and SQLite's write-ahead log does not work on a network filesystem. So each host and each broker's socket
-has a state folder on a local disk:
+The system may empty runtime folders, and SQLite's write-ahead log does not work on a network filesystem. So each host and each broker's
+socket has a state folder on a local disk:
 
 - A system service uses `/var/lib/jupyter-gpu`.
 - A user's broker uses `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default). It uses

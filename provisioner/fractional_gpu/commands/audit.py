@@ -113,7 +113,7 @@ def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentence(entry: dict[str, Any]) -> str:
-    """Return an action as one line. Unprintable text is shown as JSON, so that it cannot control a terminal."""
+    """Describe an action in one line. Unprintable text is shown as JSON, so that it cannot control a terminal."""
     try:
         at = datetime.fromisoformat(entry["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:

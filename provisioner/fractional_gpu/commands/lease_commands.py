@@ -178,7 +178,10 @@ class BulkCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCommand(Generic[Request]):
-    """A command for one device or all devices. `request` is as in `LeaseCommand`. `check` raises CommandError after the output."""
+    """A command for one device or all devices.
+
+    `request` is as in `LeaseCommand`. `check` is called after the output and may raise CommandError.
+    """
 
     description: str
     epilog: str

@@ -23,7 +23,10 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A command. Its module has `configure(parser)` and `run(options)`. With `passes_on`, another program gets unknown arguments."""
+    """A command.
+
+    Its module has `configure(parser)` and `run(options)`. If `passes_on` is set, unknown arguments are passed to another program.
+    """
 
     module: str
     summary: str

@@ -288,7 +288,7 @@ def _configuration(options: argparse.Namespace, machine: Machine) -> tuple[Setti
 
 
 def _pools(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the pools. What the options leave out is proposed from the devices, and the proposal is printed."""
+    """Return the pools. Shares and limits that the options leave out are derived from the devices and printed."""
     sizes: list[int] = []
     with suppress(GPUError), closing(open_monitor(NVIDIA)) as monitor:
         sizes = [device.memory_mib for device in monitor.devices()]

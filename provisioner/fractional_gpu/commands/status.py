@@ -1,4 +1,4 @@
-"""`jupyter gpu status` shows the broker's devices, kernels and seats. It never starts a first broker, as this would change the output."""
+"""`jupyter gpu status` shows the broker's devices, kernels and seats. It starts no broker, except to restart one that crashed."""
 
 import argparse
 import json

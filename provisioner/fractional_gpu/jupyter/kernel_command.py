@@ -215,7 +215,7 @@ def check_pool_name(name: object) -> str:
 def parse_kernel_config(
     stanza: Mapping[str, object], *, default_pool: str, default_fraction: str
 ) -> tuple[LeaseRequest, str | None]:
-    """Return the lease request of a stanza, and the simulated devices for a broker that is started for the kernel.
+    """Return the lease request from a kernelspec's `config`, and the simulated devices for a broker that is started for the kernel.
 
     The simulated devices are None if the broker should use real devices. Raises BadRequestError with the key, its value and what is
     allowed.
@@ -267,7 +267,7 @@ def _whole_number(key: str, value: object, allowed: range, more: str = "") -> in
 
 
 def _scalar(value: object) -> str | float:
-    """Convert any other type to text, so that the parser's error shows the value."""
+    """Return a text or a number unchanged. Convert any other value to text, so that the parser's error shows it."""
     return value if isinstance(value, (str, int, float)) else repr(value)[:_SHOWN]
 
 

@@ -67,9 +67,9 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         self.log.info("Leaving kernel %s running for the next server", kernel_id)
 
     def _take_over(self, record: RecordFile) -> None:
-        """Take over the kernel that an earlier server left.
+        """Take over the kernel of a record that an earlier server left.
 
-        If the record is unusable, it is closed, or removed together with its kernel.
+        If the kernel has ended, remove the record. If its launch was not finished, end the kernel and remove the record.
         """
         try:
             content = record.read()

@@ -41,7 +41,7 @@ def working_folder(pid: int) -> Path:
 
 
 class AdoptedProcess:
-    """A process that is not our child. It has those methods of `subprocess.Popen` that jupyter_client uses."""
+    """A process that is not our child. It has the methods of `subprocess.Popen` that jupyter_client uses."""
 
     stdin = stdout = stderr = None
 

@@ -78,7 +78,7 @@ def tool(
 
 
 def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awaitable[Answer]]:
-    """Run a tool that waits in a separate thread. The server has only a few threads, and must not wait for this one when it exits."""
+    """Make a tool that waits run in a separate thread. The server has few threads, and must not wait for this one when it exits."""
 
     @wraps(function)
     async def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:

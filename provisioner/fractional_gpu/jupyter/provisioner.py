@@ -124,9 +124,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
-        """Check the stanza, take or renew the lease, and put it into the command and the environment. Raises FractionalGPUError.
+        """Check the kernelspec's `config`, take or renew the lease, and put it into the command and the environment.
 
-        If this is cancelled, it may leave a lease without a process, which expires in the broker.
+        Raises FractionalGPUError. If this is cancelled, it may leave a lease without a process, which expires in the broker.
         """
         asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)
@@ -386,7 +386,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
 
     def _config(self) -> tuple[LeaseRequest, str | None]:
-        """Return the stanza's request and simulated devices. Raises FractionalGPUError with one sentence."""
+        """Return the lease request and the simulated devices from the kernelspec's `config`. Raises FractionalGPUError."""
         try:
             return parse_kernel_config(
                 self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction

@@ -43,8 +43,9 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
 
     The fraction is in milli-GPU and memory is in MiB. If the memory is None, it is the fraction's share of the device.
 
-    `acquire` grants a claim (CLAIM), and the claim ends if `acquire` is interrupted. After the grant, the claim counts all processes of its
-    user that use its device and belong to no other lease. `pin` changes the time at which it ends.
+    A claim is a lease of kind CLAIM, for programs that the client starts later. It is granted by `acquire`, and ends if `acquire` is
+    interrupted. After the grant, the claim counts all processes of its user that use its device and belong to no other lease. `pin` changes
+    the time at which the claim ends.
     """
 
     fraction_milli: int  # 0 for the smallest fraction on offer whose share covers `memory_mib`
@@ -155,7 +156,7 @@ class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """Mean use of a lease's device by others over a period, in thousandths. None if the device does not report use per process."""
+    """Mean use of a lease's device by others over a period, in milli-GPU. None if the device does not report use per process."""
 
     used_milli: int | None
 
@@ -182,7 +183,7 @@ class ResumeRequest(Struct, frozen=True, kw_only=True):
 
 
 class LeaseNews(Struct, frozen=True, kw_only=True):
-    """A line of a command's stream: its state, a notice, or whether the device has counted work since its last resume."""
+    """A line of a command's stream: the state of its lease, a notice, or whether the command has used the GPU since its last resume."""
 
     state: str = ""
     worked: bool = False

@@ -110,14 +110,14 @@ class _Seen:
 
 
 class LeaseTracker:
-    """Follows leases through their states. Start times are exact, because a status includes how long each lease has been in its state."""
+    """Reports when leases change their state. The times are exact, because a status says how long each lease has been in its state."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
         self._seen: dict[str, _Seen] = {}
 
     def feed(self, now_s: float, leases: Sequence[LeaseStatus]) -> list[str]:
-        """Return a sentence for each change up to `now_s`, oldest first. The time is on any monotonic clock."""
+        """Return a sentence for each change of state since the last call, oldest first. `now_s` is the time of any monotonic clock."""
         changes: list[tuple[float, str]] = []
         for lease in leases:
             if lease.kernel_id not in self.names:

@@ -1,6 +1,6 @@
 """Checks of versions, configuration, simulated devices, the broker, its ledger, kernelspecs and idle cullers.
 
-The checks start no first broker, and they open the ledger read-only and without its lock. They read Jupyter's configuration files as text
+The checks never start a broker, and they open the ledger read-only and without its lock. They read Jupyter's configuration files as text
 and never run them. So they miss computed settings, and a finding names the file and the line. Idle cullers are checked because they take a
 suspended kernel for idle and shut it down, and its variables are then lost.
 """
@@ -182,7 +182,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Compare forecast bounds with outcomes. Kinds with fewer than `_LEAST_FORECASTS` are skipped, since they say little."""
+    """Compare the bounds of forecasts with the outcomes. Kinds of forecasts with fewer than `_LEAST_FORECASTS` outcomes are skipped."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille

@@ -233,9 +233,9 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline, and each share on a device that is full of tenants with this share. Larger shares come first.
+    """Return the baseline, and for each share a device that is full of tenants with this share. Larger shares come first.
 
-    The baseline is the largest share alone.
+    The baseline is a single tenant with the largest share.
     """
     largest = max(fractions_milli)
     full = {Setting(one, WHOLE_MILLI // one) for one in fractions_milli}

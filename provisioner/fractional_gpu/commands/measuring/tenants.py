@@ -207,7 +207,7 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the owner's fewest idle leases, except `but`, whose suspension lets `wanted` leases fit on one device.
+    """Return the fewest idle leases of the owner, none of them in `but`, that must be suspended so that `wanted` leases fit on one device.
 
     Return an empty sequence if suspending them is not enough, or if another lease is waiting.
     """
@@ -368,9 +368,9 @@ class Step:
         return True
 
     def _check_bystanders(self) -> None:
-        """Raise DisturbedError if others worked.
+        """Raise DisturbedError if a program that is not a tenant used the device.
 
-        Do not raise it if a tenant has just ended, because the status of its lease is then out of date.
+        If a tenant has just ended, its status is out of date, so nothing is raised.
         """
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)

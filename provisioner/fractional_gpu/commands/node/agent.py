@@ -236,7 +236,7 @@ def _keep_pods(
     ended: Callable[[float], bool],
     every_s: float,
 ) -> None:
-    """Update the seats when pods change, the counts at their own pace, and the annotations occasionally."""
+    """Run the agent until `ended`. Update the seats and annotations of pods when pods change, and regularly."""
     kept_s = noted_s = float("-inf")
     while not ended(0):
         now, changed = time.monotonic(), engine.changed.is_set()

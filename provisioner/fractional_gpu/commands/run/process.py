@@ -118,7 +118,7 @@ class HeldCommand:
 
 
 def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Return this handler for each signal that is not ignored. `nohup` and background jobs ignore some signals."""
+    """Map each of these signals that is not ignored to the handler. `nohup` and background jobs ignore some signals."""
     return {number: handler for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
 
 
@@ -235,7 +235,7 @@ class RunningCommand:
 def die_of(number: int) -> int:
     """End this process with the signal that ended the command, without a core dump.
 
-    The first process of a container survives the signal, and then returns 128 + N.
+    The first process of a container survives the signal. In this case, return 128 + N for signal N.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     with suppress(OSError):  # SIGKILL has no handler

@@ -73,7 +73,7 @@ class Ports:
 
 
 def tabled(table: Path, ports: Collection[int]) -> _Connections:
-    """Return the connections to these local ports from a table such as /proc/PID/net/tcp. Return none if the table is unreadable."""
+    """Return the connections to these local ports from a table such as /proc/PID/net/tcp, or an empty list if the table is unreadable."""
     try:
         text = table.read_bytes()
     except OSError:  # there is no IPv6, or the process is gone

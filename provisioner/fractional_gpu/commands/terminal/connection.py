@@ -1,4 +1,4 @@
-"""Connects commands to a running broker, or restarts a broker that crashed. No command here starts a first broker."""
+"""Connects commands to a running broker, or restarts a broker that crashed. If no broker has run before, none is started."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -171,7 +171,7 @@ def is_drawable(out: TextIO) -> bool:
 
 
 class WaitLine:
-    """Says why a program waits for the GPU, its place and the expected time, after two seconds and then on changes.
+    """Says why a program waits for the GPU, its place in the queue and the expected time, after two seconds and then on changes.
 
     A separate thread calls `say`, because the broker sends nothing while nothing changes.
     """

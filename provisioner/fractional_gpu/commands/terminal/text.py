@@ -145,7 +145,7 @@ def _wrapped(whole: "Text", width: int) -> "list[Text]":
 
 
 def _breaks(text: str, width: int, indent: int) -> list[int]:
-    """Return where the second and later lines begin. Rich's own wrapping would break words such as paths."""
+    """Return the positions in the text at which to break it into lines. Rich's own wrapping would break words such as paths."""
     from rich.cells import cell_len  # noqa: PLC0415 - as said above
 
     found: list[int] = []
