@@ -127,7 +127,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return the pool and the milli-GPU. Fill in what the user left out with an offer that is as close to the defaults as possible.
+        """Return the wanted pool and milli-GPU. What the user left out comes from the offer that is closest to the defaults.
 
         If the user has chosen nothing or no offer fits, return the defaults; if they are refused later, the refusal says what is on offer.
         Raises the error that stops the spawn.

@@ -114,7 +114,7 @@ class Acquirer:
                     entered = entered or mark is None
 
     def hold(self, waiter: Waiter) -> None:
-        """Join the ticket until the gate opens, the GPU is refused, or `waiter` gets FREE."""
+        """Keep a ticket until the gate opens, the GPU is refused, or the note FREE is put into `waiter`."""
         on_open = partial(waiter.put, OPENED)
         self._gate.start_waiting(on_open)
         try:
@@ -317,7 +317,10 @@ class LoopWatch:
         self._notes: Waiter | None = None  # the callback on the main loop puts FREE here
 
     def look(self) -> None:
-        """Check the main loop. This is called at each keep-alive. Never blocks. Raises RuntimeError if no thread can be started."""
+        """Request the GPU if the main loop is blocked while the gate is shut.
+
+        Never blocks. Raises RuntimeError if no thread starts.
+        """
         notes, self._notes = self._notes, None
         if not self._kernel.gate.is_shut_again or self._kernel.is_held():
             return
@@ -367,7 +370,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Make SIGINT put INTERRUPTED into the queue during the block. If it did, raise KeyboardInterrupt afterwards.
+    """Make SIGINT put INTERRUPTED into the queue during the block. If a SIGINT arrived, raise KeyboardInterrupt afterwards.
 
     This has an effect only in the main thread.
     """
@@ -420,7 +423,7 @@ _NOT_INITIALIZED, _NO_DEVICE = 3, 100  # CUDA_ERROR_...
 
 
 class FirstGrant:
-    """Guards a process until its first grant. `bind` is called under the gate's lock, and `check` in the thread that runs cells."""
+    """Keeps torch from looking for devices before the first grant. `bind` needs the gate's lock, and `check` the thread of the cells."""
 
     def __init__(self, hooks: ImportHooks, environment: Mapping[str, str] = os.environ) -> None:
         self._hooks = hooks
@@ -470,7 +473,7 @@ def _not_yet() -> None:
 
 
 def _answer() -> int:
-    """Return the error number of CUDA's device count, or 0 if no driver is loaded."""
+    """Return the error number with which CUDA counts its devices, or 0 if no driver is loaded."""
     if not any(name.startswith("libcuda.so.") for name in mapped_files()):
         return 0
     import ctypes  # noqa: PLC0415 - off the kernel's start

@@ -77,7 +77,7 @@ class Gate:
             self._paused.discard(mark)
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
-        """Call `on_open` each time the gate opens, or now if it is open. It runs in any thread and under the lock, so it must not block."""
+        """Call `on_open` whenever the gate opens, or now if it is open. `on_open` runs under the lock, so it must not block."""
         with self._lock:
             self._waiting.append(on_open)
             if self.is_open:

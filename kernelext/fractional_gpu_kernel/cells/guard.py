@@ -6,7 +6,7 @@ they wait in `pre_execute`. Their callbacks cannot be stopped, so after a refusa
 
 While a cell waits for input (`InputRequests`), its kernel counts as idle and may be suspended. If the gate is shut when the input arrives,
 the cell waits again. After an interrupt the cell continues at once, because it is ending. Its GPU calls block until the broker notices the
-cell. A prompt in a thread that the user started does not pause the cell.
+cell and resumes the kernel. A prompt in a thread that the user started does not pause the cell.
 """
 
 import functools

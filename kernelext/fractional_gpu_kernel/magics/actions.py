@@ -122,7 +122,7 @@ class Resizer:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, *, silent: bool) -> None:
-        """End the cell's burst, and shrink the lease to the share that the remaining bursts need. Raises no broker errors."""
+        """End the request of this cell, and shrink the lease to the largest share that other cells request. Raises no broker errors."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             is_owed = self._own is not None and (had_burst or not self._bursts)

@@ -26,7 +26,7 @@ _SPANS = ("10m", "1h", "1d")
 
 
 class Argument(NamedTuple):
-    """An argument, or an option if its name begins with dashes. `values` complete it. `kind` selects completions that are computed."""
+    """An argument, or an option if its name begins with dashes. `values` are its completions, or `kind` says how to compute them."""
 
     name: str
     metavar: str

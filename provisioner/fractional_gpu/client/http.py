@@ -35,10 +35,7 @@ def is_service_socket(path: str) -> bool:
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address that the broker of a socket claims.
-
-    Links in the path are not followed, since a link may replace a deleted folder.
-    """
+    """Return the abstract address that a socket's broker claims. Links are not followed, since a link may replace a deleted folder."""
     digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
     return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 

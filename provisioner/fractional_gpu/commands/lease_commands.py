@@ -178,7 +178,7 @@ class BulkCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCommand(Generic[Request]):
-    """A command for one device or all devices.
+    """A command for one or all devices.
 
     `request` is as in `LeaseCommand`. `check` is called after the output and may raise CommandError.
     """

@@ -23,10 +23,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A command.
-
-    Its module has `configure(parser)` and `run(options)`. If `passes_on` is set, unknown arguments are passed to another program.
-    """
+    """A command. Its module has `configure(parser)` and `run(options)`. With `passes_on`, unknown arguments go to another program."""
 
     module: str
     summary: str

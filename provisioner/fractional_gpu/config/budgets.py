@@ -86,7 +86,7 @@ def _pools(value: object) -> tuple[str, ...]:
 
 
 def parse_amount(value: object) -> tuple[Unit, int, str]:
-    """Return the unit, the amount in this unit's measure, and the currency, which is empty if there is none.
+    """Return the unit, the amount (in milli-GPU milliseconds, mJ or thousandths of the currency), and the currency or "".
 
     Raises ValueError with a message that says what is allowed.
     """

@@ -12,7 +12,8 @@ _ENTRY = re.compile(r"([a-z-]+)(?:=http://(?:127\.0\.0\.1|localhost)(?::([1-9]\d
 class ModelServer:
     """How to ask a server to release memory.
 
-    POST `body` to `path`, once for each loaded model if the body contains MODEL. A GET of `loaded` lists the loaded models first.
+    The broker sends `body` to `path` in a POST. If the body contains MODEL, the broker first lists the loaded models with a GET of
+    `loaded`, and then sends one POST for each.
     """
 
     title: str

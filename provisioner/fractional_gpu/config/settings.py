@@ -396,7 +396,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _collect(written: dict[str, tuple[object, str]], given: Mapping[str, Any], origin: str) -> None:
-    """Add the given values and their origin. Raises ConfigError if a name is unknown."""
+    """Add the given values, with their origin, to `written`. Raises ConfigError if a name is unknown."""
     for name, raw in given.items():
         if name not in SETTINGS:
             raise ConfigError(f"{origin}: c.{SECTION}.{name} is unknown; {did_you_mean(name, SETTINGS)}")

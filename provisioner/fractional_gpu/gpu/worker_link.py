@@ -70,7 +70,7 @@ class WorkerClaim:
         return True
 
     def _take_name(self) -> bool:
-        """Return False if an earlier broker's worker may still hold the name."""
+        """Claim the worker's abstract socket address. Return False if an earlier broker's worker may still hold it."""
         digest = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:32]
         found = NameClaim.take(b"\0jupyter-gpu-worker-" + digest.encode("ascii"))
         if isinstance(found, NameClaim):

@@ -97,7 +97,7 @@ class Worker:
         return self._watch.done()
 
     async def wait(self, limit_s: float | None = None) -> bool:
-        """Wait until the worker ends or the limit is over, and return whether it has ended. Cancellation only stops the waiting."""
+        """Wait until the worker ends or `limit_s` has passed. Return whether the worker has ended. Cancellation only stops the waiting."""
         await asyncio.wait([self._watch], timeout=limit_s)
         return self.has_ended
 

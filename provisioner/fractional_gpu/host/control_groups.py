@@ -16,7 +16,7 @@ ROOT = PurePosixPath("/")
 
 
 class Mount(NamedTuple):
-    """A mounted part of a hierarchy. `root` is its path on the host. `own` is this process's group, if a namespace hides that."""
+    """A mounted part of a hierarchy. `root` is its path on the host. `own` is this process's group, if a namespace hides its path."""
 
     version: int
     controllers: frozenset[str]  # only for version 1

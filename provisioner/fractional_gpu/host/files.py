@@ -163,12 +163,12 @@ _file = os.environ.get(VARIABLE)
 
 
 def enabled() -> bool:
-    """Return whether failpoints are on, for callers that need time to build the name of a point."""
+    """Return whether a test uses failpoints. Callers ask this if the name of a failpoint takes time to build."""
     return _file is not None
 
 
 def reach(name: str) -> bool:
-    """Exit or hang here if the file says so, and return True if this step should fail. Raises OSError if the file is unusable."""
+    """Kill this process, hang, or return True (this step should fail), as the test's file says about this failpoint. Raises OSError."""
     if _file is None:
         return False
     record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -194,7 +194,7 @@ def reach(name: str) -> bool:
 
 
 def _parsed(line: bytes) -> tuple[str, int, str]:
-    """Parse a line. Raises OSError if it is malformed, because the test would otherwise test nothing."""
+    """Parse the line that sets a failpoint. Raises OSError if it is malformed, because the test would otherwise test nothing."""
     words = line.decode("ascii", "replace").split()
     if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "hang", "fail"):
         raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill`, `... hang` or `... fail`, not {line[:200]!r}")

@@ -259,7 +259,7 @@ def adjustment(pid: int, *, proc: Path = PROC) -> int:
 
 
 def lower(identity: ProcessIdentity, target: int) -> int:
-    """Lower the process's adjustment to the target, or as far as permitted, and return the new value.
+    """Lower the process's `oom_score_adj` to the target, or as far as permitted, and return the new value.
 
     Raises ProcessLookupError or OSError.
     """
@@ -277,7 +277,7 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the adjustment to at least this value. This also raises its minimum if permitted. Raises ProcessLookupError or OSError."""
+    """Raise the process's `oom_score_adj` to at least this value, and its minimum if permitted. Raises ProcessLookupError or OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 

@@ -419,7 +419,7 @@ def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *,
 
 
 class _Markers:
-    """Reads a variable from the environments of processes in one scan. There is a limit for each user."""
+    """Reads a variable from the environments of processes in one scan. The bytes that are read of each user's processes are limited."""
 
     def __init__(self, name: bytes, uids: Collection[int] | None) -> None:
         self._name = name

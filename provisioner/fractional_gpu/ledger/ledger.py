@@ -297,7 +297,7 @@ class Ledger:
     # What leases used
 
     def add_metered(self, rows: Sequence[UsageRow], state: str) -> None:
-        """Add to the totals by hour, lease, device and currency, and save the meter's state, in one transaction."""
+        """Add the rows to the totals by hour, lease, device and currency, and save the meter's state, in one transaction."""
         with self.transaction():
             for row in rows:
                 party = (row.party.pool, row.party.owner, row.party.group, row.party.label, row.party.seated)

@@ -139,7 +139,7 @@ def adopt_whole(path: Path) -> None:
 
 
 def connect_existing(path: Path, mode: str = "rw") -> sqlite3.Connection:
-    """Open an existing file with the mode `rw` or `ro`. Raises LedgerError, also if the file is missing."""
+    """Open an existing file with the mode `rw` or `ro`. Raises LedgerError if the file is missing or unusable."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     with explained(path, "cannot be opened"):
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)

@@ -78,7 +78,7 @@ CARBON: Final = Column(
 
 
 def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column], bool] | None = None) -> Table:
-    """Return the sums of leases, what no lease held, and the totals. The report must be at least by user.
+    """Return the sums of leases, what no lease held, and the totals. The report must have sums by user, or finer ones.
 
     Amounts are left out if nothing has a price, and CO2 is left out if no figures for it are configured.
     """
@@ -141,7 +141,7 @@ def percent_text(share: int, of: int) -> str:
 
 
 def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
-    """Return a function that names the value of a column, and also a user's hub or machine if both occur."""
+    """Return a function that formats an entry's value in a column. If needed, it adds `hub` or `machine` to the name of a user."""
     is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
 
     def name(column: str, entry: UsageEntry) -> str:

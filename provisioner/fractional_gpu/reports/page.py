@@ -63,10 +63,10 @@ class Bars:
 def page(
     report: UsageReport, by: Sequence[str], *, made_by: str, whole: bool = True, zone: tzinfo | None = None
 ) -> str:
-    """Return the page. The report must be by day, user, group, pool and `by`.
+    """Return the page. The report must have sums by day, user, group, pool and the columns in `by`.
 
-    `made_by` is the command and its version. `whole` means that the report covers whole devices, so that what is not used of them counts as
-    free. `zone` is the report's time zone, and None is the machine's.
+    `made_by` is the command and its version. `whole` means that the report covers whole devices, so that the time when no lease holds them
+    counts as free. `zone` is the report's time zone, and None is the machine's.
     """
     title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
     return render(

@@ -124,7 +124,7 @@ def _value(of: Mapping[str, str], name: str) -> str:
 
 
 def _added_up(by: Sequence[str], parts: Iterable[tuple[tuple[str, ...], str, Usage, int]]) -> list[UsageEntry]:
-    """Add up figures by the values of `by` and by currency, and return sorted entries. The last item of a part is its CO2 in mg."""
+    """Add up the parts (values of `by`, currency, use, mg of CO2) by values and currency, and return sorted entries."""
     sums: dict[tuple[str, ...], list[int]] = {}
     for values, currency, usage, carbon_mg in parts:
         more = (*_figures_of(usage), carbon_mg)

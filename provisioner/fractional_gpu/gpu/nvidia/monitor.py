@@ -233,7 +233,7 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock was set since the last reading of the device. `known` holds `_steps` at that reading, by device."""
+        """Return whether the wall clock was set since the last reading of the device, for which `known` holds the value of `_steps`."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps

@@ -73,7 +73,7 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Make a call during the block. Wait first while the process is locked or checkpointed. A thread must not nest calls.
+        """Count the block as a GPU call. Before the block, wait while the process is locked or checkpointed. A thread must not nest calls.
 
         Raises SimulatedCudaError if the process has failed, and KeyboardInterrupt if the wait in the main thread is interrupted.
         """
@@ -95,7 +95,7 @@ class Gate:
 
     @contextmanager
     def call_now(self) -> Iterator[bool]:
-        """Make a call only if it need not wait. This is for finalizers, which may run during another call."""
+        """Like `call`, but yield False instead of waiting. This is for finalizers, which may run during another call."""
         thread = threading.get_ident()
         if self._mutex.locked() or thread in self._inside:
             yield False

@@ -167,7 +167,7 @@ class SimulatedMonitor:
         )
 
     def _reap(self, holding: list[Process]) -> bool:
-        """Reap dead processes if one of these is dead, and at least every 10 s. Return whether processes were reaped."""
+        """Clean up after dead processes if one in `holding` is dead, and at least every 10 s. Return whether this was done."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
         if due or any(is_dead(self._store, process.key, _recorded_pid(process.key)) for process in holding):
