@@ -84,7 +84,9 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine. Set `check` to assert law 1 on granted devices. `forecasts` may come from an earlier arbiter."""
+    """The state machine. If `check` is set, granting more memory than a device has raises an error. `forecasts` can be an earlier
+    arbiter's.
+    """
 
     def __init__(
         self,
@@ -121,8 +123,8 @@ class Arbiter:
     def run_deferred_work(self) -> None:
         """Make forecasts for the waits and cells that began in the last event.
 
-        The driver calls this after it has sent the effects, so that they are sent sooner. If it does not, the next `handle` does this work
-        first. The decisions are the same either way.
+        The driver calls this after it has sent the effects, so that they are sent sooner. Otherwise the next `handle` does this work first.
+        The decisions are the same either way.
         """
         if not self._deferred_work_done:
             self._deferred_work_done = True
@@ -309,7 +311,7 @@ class Arbiter:
             return self._changes.forecast_recorder.gate_wait(lease)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many leases wait in each pool. Leases that are being resumed do not count. Pools with none may be missing."""
+        """Return how many leases wait in each pool, without those that are being resumed. Pools without waiting leases may be missing."""
         waiting = self._books.waiting.values()
         return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
 
@@ -351,7 +353,7 @@ class Arbiter:
 
     @property
     def host_left_mib(self) -> int:
-        """The host memory, in MiB, that is neither used by suspended state nor reserved for suspends under way. It may be negative."""
+        """The host memory, in MiB, that is neither used by suspended state nor reserved for suspends in progress. It may be negative."""
         return self._books.host_left_mib
 
     @property
@@ -361,7 +363,7 @@ class Arbiter:
 
     @property
     def host_reserved_mib(self) -> int:
-        """The host memory reserved for suspends under way, in MiB."""
+        """The host memory reserved for suspends in progress, in MiB."""
         return self._books.host_reserved_mib
 
     def validate(self) -> None:
@@ -414,7 +416,7 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what the meter counts, or None if the lease has no process, even if room is reserved for it.
+    """Return what the meter counts for the lease, or None if the lease has no process, even if room is reserved for it.
 
     The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
     outlived its kernel, may run on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.

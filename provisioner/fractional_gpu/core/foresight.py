@@ -39,7 +39,7 @@ _SIGNS = {
 
 
 class Expectations:
-    """Records signs of cells, and whether they proved right."""
+    """Records signs that a cell is coming, and whether a cell then came."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -63,14 +63,14 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether a sign means anything now. A suspended kernel may be busy without a ticket, for example with a completion."""
+        """Return whether a sign of a coming cell counts now. A suspended kernel may be busy without a ticket, such as with a completion."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
         return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
-        """Record that a cell of the lease runs or asks to run, so that early swaps for this cell were not wasted."""
+        """Record that a cell of the lease runs or asks to run. An early suspend or resume for this cell was then not wasted."""
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
@@ -106,7 +106,7 @@ class Expectations:
 
 
 def resume_expected(changes: Changes) -> None:
-    """Resume expected leases early, most likely first, while swap channels are free."""
+    """Resume leases whose next cell is expected soon, the most likely first, while swap channels are free."""
     books = changes.books
     able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if _may_resume_early(books, lease)]
     if not able:
@@ -191,7 +191,7 @@ def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) 
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` must not be suspended for the lease. The two may have different pools if the device has changed pools."""
+    """Return whether `other` must stay on its device instead of making room for the lease. The two may have different pools."""
     pool = books.policy(other)
     if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
         return True
@@ -251,7 +251,7 @@ def relieve_host_memory(changes: Changes) -> None:
 
 
 def _begin_relief(changes: Changes, excess_mib: int) -> bool:
-    """Begin one early resume if possible. Return whether one has begun."""
+    """Begin to resume one saved lease early, to free host memory. Return whether a resume has begun."""
     books, saved = changes.books, _saved_in_order(changes.books, any_lease=excess_mib > 0)
     if not saved:
         return False

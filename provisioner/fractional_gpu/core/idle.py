@@ -52,7 +52,7 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
 
 
 def _spares_host_memory(books: Books, lease: Lease) -> bool:
-    """Return whether half of the host memory stays free if the lease is suspended. This does not matter with `idle_after_ms`."""
+    """Return whether half of the host memory stays free if the lease is suspended. Pools with `idle_after_ms` do not require this."""
     if books.policy(lease).idle_after_ms is not None:
         return True
     return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
@@ -61,7 +61,7 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
 def suspend_idle(changes: "Changes") -> bool:
     """Suspend leases that have been idle long enough, and schedule a recheck for the others.
 
-    Return whether any suspended lease was waiting to grow in place, so that the room kept for it is free again.
+    Return True if one of the suspended leases was waiting to grow on its device, because the room kept for it is free again.
     """
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):
@@ -91,7 +91,7 @@ def _neighbours_leave_for(lease: Lease) -> bool:
 
 
 def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
-    """Schedule a recheck for when the lease is due. If its pool gives a warning, warn its kernel once before that."""
+    """Schedule a check for `due_ms`, when the idle lease is to be suspended. If its pool gives a warning, warn its kernel once before."""
     books, now_ms = changes.books, changes.now_ms
     warn_ms = books.policy(lease).warn_before_ms
     is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms
@@ -108,7 +108,7 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how long after its last activity to suspend the lease, in ms, or None while holding is free."""
+    """Return how long after its last activity the lease is to be suspended, in ms, or None while keeping its room costs nothing."""
     # The result is cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
@@ -117,7 +117,7 @@ def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return after how many ms holding the room has cost as much as restoring. Prices are in millionths of the currency per hour."""
+    """Return after how many ms the lease's room has cost as much as a resume. Prices are in millionths of the currency per hour."""
     wait = pool.wait_price_milli * 1000
     lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost
@@ -129,7 +129,7 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Add the expected time to save an idle lease to the ticket's record, before the save begins."""
+    """Add to the ticket's record how long it is expected to take to save the idle lease, before the save begins."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 

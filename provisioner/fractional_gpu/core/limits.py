@@ -186,7 +186,7 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
 def _guaranteed_mib(spec: LeaseSpec) -> int:
     """Return the memory guaranteed to a lease on all its devices together, in MiB.
 
-    This is its request, but at most its cap. A lease on several devices is guaranteed its whole cap.
+    This is the memory that it requests, but at most its cap. A lease on several devices is guaranteed its whole cap.
     """
     if spec.devices > 1 or spec.request_mib is None:
         return spec.reserve_mib * spec.devices
@@ -219,7 +219,7 @@ def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple
 
 
 def added_milli(books: Books, lease: Lease) -> int:
-    """Return how much its user's use of devices grows if the lease's ticket is served, in milli-GPU. Return 0 if no limit applies."""
+    """Return the milli-GPU that serving the lease's ticket would add to its user's use of devices, or 0 if the user has no limit."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     limits = _limits_for(books, books.policy(lease), lease.spec)
     if all(limit.resident_milli is None for _, _, limit in limits):
@@ -228,7 +228,7 @@ def added_milli(books: Books, lease: Lease) -> int:
 
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Return why a lease that would add `milli` to the use of devices must wait because of a limit, or None if it need not."""
+    """Return which limit makes the lease wait if it would add `milli` to its user's use of devices, or None if no limit does."""
     for who, account, _, most in _exceeded_limits(books, lease, milli):
         return Reason(
             f"wait.{who}-limit",
@@ -240,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return a tuple of "user" or "group", account, excess and limit for each limit that `milli` more on devices would exceed."""
+    """Return "user" or "group", the account, the excess and the limit, for each limit that `milli` more on devices would exceed."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)
@@ -284,7 +284,7 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
 
 
 def pin(changes: Changes, lease: Lease, duration_ms: int) -> None:
-    """Pin the lease from now on, or decline the request. A new pin replaces an earlier one."""
+    """Pin the lease to its device for `duration_ms` from now on. If this is not allowed, the request is declined."""
     refused = REVOKED if lease.revoked else _pin_refusal(changes, lease, duration_ms)
     if refused is not None:
         changes.decline(lease, refused.code, refused.sentence, about="pin")
@@ -307,7 +307,7 @@ def _length_refusal(
 ) -> Reason | None:
     """Return why a pin or claim of this length is refused, or None if it is not.
 
-    `returned_ms` is the unused time of the pin that it replaces, which goes back to the budget.
+    `returned_ms` is the unused time of the pin that is replaced. This time goes back to the budget.
     """
     what, key, most_ms = (
         ("claim", "longest_claim", pool.longest_claim_ms) if spec.claim_ms else ("pin", "max_pin", pool.max_pin_ms)
@@ -339,7 +339,7 @@ def _length_refusal(
 
 
 def unpin(changes: Changes, lease: Lease, by: str) -> None:
-    """End the pin on request. The request is answered even if there is no pin."""
+    """End the lease's pin on request. The request is answered even if there is no pin."""
     if lease.pinned_until_ms:
         end_pin(changes, lease, f"its pin ended because of {by}")
     else:
@@ -347,7 +347,7 @@ def unpin(changes: Changes, lease: Lease, by: str) -> None:
 
 
 def end_pin(changes: Changes, lease: Lease, sentence: str, reason: str = "pin.ended") -> None:
-    """End the pin, if any, and return its unused time to the budget."""
+    """End the lease's pin, if it has one, and return the unused time to the owner's budget."""
     if lease.pinned_until_ms:
         changes.set_pin(lease, 0)
         changes.record(lease.lease_id, reason, sentence)

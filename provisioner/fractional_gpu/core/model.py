@@ -22,11 +22,11 @@ class LeaseState(StrEnum):
 
 
 HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
-"""The states in which a lease holds a reservation on its device. A quarantined lease may hold none."""
+"""The states in which memory is reserved for a lease on its device. For a quarantined lease, it may be none."""
 
 
 FOUND_FAILED = "found.failed"
-"""Reason code of a quarantined lease if the driver reports that its process has failed. Its kernel must be restarted."""
+"""The reason code of a quarantined lease whose process has failed, according to the driver. Its kernel must be restarted."""
 
 
 class ReserveBy(StrEnum):
@@ -68,7 +68,7 @@ class Foresight(StrEnum):
 
 
 class Sign(StrEnum):
-    """Why a cell is expected. The arbiter learns how often each sign was right. The values are part of the protocol."""
+    """What suggests that a cell is coming. The arbiter learns how often each sign was right. The values are part of the protocol."""
 
     FOCUS = "focus"  # the notebook was opened or brought to the front
     SCROLL = "scroll"
@@ -82,7 +82,7 @@ class Sign(StrEnum):
 
 
 class AfterKernel(StrEnum):
-    """What happens to processes that outlive their kernel and have device memory."""
+    """What happens to processes that outlive their kernel and still hold device memory."""
 
     KEEP = "keep"  # they continue and keep the kernel's room
     END = "end"  # they are asked to exit, and killed after a grace period
@@ -199,7 +199,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSpec:
-    """A kernel's request. `reserve_mib` is its cap (limit), the memory that its process tree may use on each of its devices."""
+    """What a kernel requests. `reserve_mib` is its cap, which is the memory that its process tree may use on each of its devices."""
 
     lease_id: str
     pool: str
@@ -224,7 +224,7 @@ class LeaseSpec:
     claim_ms: int = 0
 
     def is_same_user(self, other: "LeaseSpec") -> bool:
-        """Return whether both leases belong to the same user, who may see the names of both. An owner can have several users."""
+        """Return whether both leases belong to the same system user of the same owner. Only then may a message about one name the other."""
         return (self.owner, self.uid) == (other.owner, other.uid)
 
 
@@ -269,7 +269,7 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """How long a lease's cell takes, in thousandths of the time that it takes alone on the device."""
+    """How long a lease's cell takes, in thousandths of the time that the cell would take alone on the device."""
 
     milli: int = 1000
     low_milli: int = 1000  # the bounds of an 80 % interval
@@ -306,7 +306,7 @@ class DeviceView:
 class QueueDelay:
     """How long a pool's tickets have waited.
 
-    `over_bound` counts the tickets that have waited longer than the turns of other leases explain.
+    `over_bound` counts the tickets that have waited longer than other leases' fair turns can explain.
     """
 
     longest_ms: int = 0  # the longest wait
@@ -315,7 +315,7 @@ class QueueDelay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketView:
-    """A place in the queue. `position` starts at 1 in each pool, and is None if the lease has its room and is being resumed."""
+    """A place in the queue. `position` starts at 1 in each pool. It is None if the lease has its room and is being resumed."""
 
     lease_id: str
     position: int | None

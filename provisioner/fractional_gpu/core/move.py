@@ -68,7 +68,7 @@ class Migrations:
         return self._move(lease, need_mib, "move.grow", f"it moves to a device with {format_memory(need_mib)} free")
 
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
-        """Move a victim to another device instead of suspending it, if it fits there. Return whether it moves.
+        """Move `victim` to another device instead of suspending it for `lease`, if it fits there. Return whether it moves.
 
         An idle victim does not move for a lease whose state is saved.
         """
@@ -121,7 +121,7 @@ def begin_move(
     *,
     beneficiary: Lease | None = None,
 ) -> None:
-    """Suspend the lease, with a ticket for its targets ahead of all others. `beneficiary` is the lease that gets its room, if any."""
+    """Suspend the lease, with a ticket for its targets ahead of all others. `beneficiary` is the lease that gets the freed room, if any."""
     ticket = lease.ticket  # it already has one if it waits to grow
     if ticket is None:
         ticket = changes.new_ticket(first=True)
@@ -139,7 +139,7 @@ BUSY_CHANNEL = "swap-channel"
 
 
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
-    """Begin a requested move, or return why it is refused. The caller must have checked that the lease can be suspended.
+    """Begin to move the lease as requested, or return the reason for a refusal. The caller must have checked that it can be suspended.
 
     The move does not take room that is kept for other moving leases or that is being made for a ticket.
     """
@@ -221,7 +221,7 @@ _MOST_FULL_DEVICES = 8  # devices without enough memory to consider per lease, l
 
 
 _Needs = dict[str, tuple[int, int]]
-"""For each lease, the part of the device that it needs, in thousandths, and this part times the remaining ms of its cell."""
+"""Maps each lease to the part of a device that it needs, in thousandths, and to this part times the remaining ms of its cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class _Move:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """A sort key that is highest for the best move. Low priority is best, then high gain, then little fragmentation."""
+        """A sort key that is highest for the best move. Leases of low priority rank highest, then high gains, then little fragmentation."""
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
@@ -280,7 +280,7 @@ def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
 
 
 def _moves_from(books: Books, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
-    """Yield the moves from a device to others whose gain is large enough."""
+    """Yield the moves from a device to other devices on which a lease would gain enough time."""
     busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
     known = [lease for lease in busy if lease.cell_milli is not None]
     if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
@@ -382,7 +382,7 @@ def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
 
 
 def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
-    """Return the first of the moves that would empty a device, or None if some lease fits nowhere else."""
+    """Return the first of the moves that would empty a device, or None if one of the leases fits on no other device."""
     free_mib, moves = dict[str, int](), list[tuple[Lease, str]]()
     for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
         for device_id in other_devices(books, lease):

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 
 def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, least_milli: int = 0) -> int:
-    """Return the engine's count in milli-GPU, at least `least_milli`.
+    """Return how many milli-GPU the node offers its engine, at least `least_milli`.
 
     `seated_milli` is held by the seats of the engine's jobs. `admissible_milli` is what the forecast admits in addition to all seats.
     `in_use_milli` is in use according to the engine's own records.
@@ -30,7 +30,7 @@ def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, lea
 def count_without_broker(
     last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
 ) -> int:
-    """Return the count while no broker answers, at least `least_milli`. It is the last count, or after `patience_ms` what is in use."""
+    """Return the count while no broker answers, at least `least_milli`. For `patience_ms` it is the last count, and then what is in use."""
     if last is None or silent_ms >= patience_ms:
         return max(least_milli, in_use_milli, 0)
     return max(least_milli, last, in_use_milli, 0)
@@ -118,7 +118,7 @@ class Pacing(Generic[State]):
         return self._wanted
 
     def next_ms(self) -> int | None:
-        """Return when the next write is due, or None if none is."""
+        """Return when the next write is due, or None if no write is due."""
         return self._due_ms
 
     def written(self, now_ms: int, state: State) -> None:

@@ -88,7 +88,7 @@ def _admits(books: Books, device_id: str) -> bool:
 # -- compute -----------------------------------------------------------------------------------------------------------
 
 FULL = 1 << 20
-"""The least `fullness` that is beyond the bound."""
+"""The smallest `fullness` of a device whose demand exceeds the pool's bound."""
 _STEP_MILLI = 100  # devices within the bound are equal if they differ by less than this
 _EXCESS_STEP_MILLI = 250  # the same for devices beyond the bound
 
@@ -99,14 +99,14 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how much of a device the newcomer's neighbours may need within its pool's bound, in thousandths."""
+    """Return how many thousandths of a device its busy leases may need before the newcomer exceeds its pool's bound."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
-    """Return how full of busy leases the device would be for a newcomer, in coarse steps. Values from `FULL` up are beyond the bound.
+    """Return how full of busy leases the device is for a newcomer, in coarse steps. Values from `FULL` up are beyond the pool's bound.
 
-    `room_milli` is how much of the device the neighbours may need. Leases in `leaving` do not count.
+    `room_milli` is how many thousandths of the device the neighbours may need. Leases in `leaving` do not count.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -125,7 +125,7 @@ def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]])
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
-    """Return how far beyond the bound the device would be, in coarse steps, or 0 if it is within the bound or the pool does not spread."""
+    """Return by how much the newcomer would exceed its pool's bound on the device, in coarse steps, or 0 if its pool does not spread."""
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
@@ -148,7 +148,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Ranks devices for a lease that needs `need_mib` on each, by how little it would fragment their free memory.
+    """Ranks devices for a lease that needs `need_mib` on each, by how little the lease would fragment their free memory.
 
     Free memory that no lease can use is wasted: 30 GiB can serve one request for 20 GiB or three for 10 GiB, but none for 40 GiB. The
     fragmentation that a lease causes is the memory that the device could give to its pool's usual requests (`forecasts.asks`) before,
@@ -203,5 +203,5 @@ class DeviceChoice:
 
 
 def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Sequence[Place]) -> DeviceChoice:
-    """Return the ranking of devices for a lease, based on the requests in its pool. `everywhere` has all devices that it may go to."""
+    """Return the ranking of devices for a lease, based on the requests in its pool. `everywhere` has all devices that the lease may use."""
     return DeviceChoice(books.forecasts.asks(lease.spec.pool), need_mib, everywhere, books.kind_of)

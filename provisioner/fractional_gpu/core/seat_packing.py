@@ -66,7 +66,7 @@ class SeatDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Devices that are forecast together, with their seats. The memory of the seats is rounded up (`_counted`)."""
+    """Devices of one kind that are forecast as one large device, with their seats. `_counted` rounds up the memory of each seat."""
 
     places: tuple[SeatDevice, ...]
     capacity_mib: int
@@ -85,20 +85,20 @@ class _Group:
         )
 
     def takes(self, load: SeatLoad) -> bool:
-        """Return whether the seat fits on one of the devices when the device is empty."""
+        """Return whether one of the devices is large enough for the seat."""
         return any(load.mib <= one.capacity_mib for one in self.places)
 
     def wait_chance(self, load: SeatLoad) -> int:
-        """Return the chance that a cell finds no room if one more seat is added, in millionths."""
+        """Return the chance in millionths that a cell finds no free memory if one more seat is added."""
         return _wait_chance(self.loads, _counted(load, self.places), self.capacity_mib, self.bins)
 
     def emptiest(self, load: SeatLoad) -> SeatDevice:
-        """Return the device with the least average need among those that are large enough."""
+        """Return the device whose seats need the least memory on average. Devices that are too small for the new seat are left out."""
         return min((one for one in self.places if load.mib <= one.capacity_mib), key=_filled_milli)
 
 
 def _bins_of(devices: int) -> int:
-    """Return the total number of bins. Each device has the same number, so that a load that fills a device fills its bins."""
+    """Return the number of bins for this many devices. It is equal for each device, so that a seat that fills a device fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -106,7 +106,7 @@ def _bins_of(devices: int) -> int:
 
 
 def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
-    """Return the load. If there are several like devices, it is rounded up to a share that divides a device."""
+    """Return the load. If there are several devices, its memory is rounded up to a share that divides a device evenly."""
     device_mib = min(place.capacity_mib for place in places)
     if len(places) == 1 or not 0 < load.mib <= device_mib:
         return load
@@ -122,7 +122,7 @@ def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
 
 
 def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
-    """Estimate a user's usage from the lifetime of the kernels, their busy time, and their memory integrated over it (MiB times ms)."""
+    """Estimate a user's usage from the kernels' lifetime, their busy time, and their memory summed over the busy time (MiB times ms)."""
     busy_ms = min(busy_ms, live_ms)
     duty = (busy_ms * 1000 + prior.duty_milli * _PRIOR_LIVE_MS) // (live_ms + _PRIOR_LIVE_MS)
     mib = (busy_mib_ms + prior.active_mib * _PRIOR_BUSY_MS) // (busy_ms + _PRIOR_BUSY_MS)
@@ -130,7 +130,7 @@ def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usag
 
 
 def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int, bins: int) -> int:
-    """Return the chance that a cell finds no room if the seat `more` is added, in millionths.
+    """Return the chance in millionths that a cell finds no free memory if the seat `more` is added.
 
     `loads` must be sorted, because rounding depends slightly on their order.
     """
@@ -152,7 +152,7 @@ def _millionths(active: list[int], expected_milli: int) -> int:
 
 @lru_cache(maxsize=64)
 def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> tuple[list[int], list[int]]:
-    """Return P(S = s) and E[N; S = s] by need s. The last bin is for S > C. The lists are cached, so callers must not change them."""
+    """Return P(S = s) and E[N; S = s] by total need s. The last bin is for S > C. Callers must not change the cached lists."""
     chance, active = [0] * (bins + 2), [0] * (bins + 2)
     chance[0] = _WHOLE
     for load in loads:
@@ -161,7 +161,7 @@ def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> 
 
 
 def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
-    """Add a seat to the distribution in place. This works from the largest need down, so that no need is counted twice."""
+    """Add a seat to the distribution in place. This starts at the largest need, so that the seat is added only once to each need."""
     last = len(chance) - 1
     shift, duty = -(-load.mib * (last - 1) // capacity_mib), load.duty_milli
     for need in range(last, -1, -1):
@@ -178,7 +178,7 @@ def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib
 
 
 def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
-    """Return how many of the waiting cells still wait after `target_ms`, in thousandths."""
+    """Return how many of a thousand cells that find no free memory have still not started after `target_ms`."""
     halvings, rest = divmod(target_ms, median_ms)
     if halvings >= 10:
         return 0
@@ -195,8 +195,9 @@ def choose_device(
 ) -> tuple[str | None, int]:
     """Return the device for one more seat, and the chance in millionths that a cell on it waits longer than the target.
 
-    The fullest device that stays within the bound is chosen, to keep others empty for larger seats. Ties go to the first device. Like
-    devices share one chance, and the emptiest of them is chosen. If no device stays within the bound, return None and the smallest chance.
+    The fullest device that stays within the bound is chosen, to keep other devices empty for larger seats. Ties go to the first device.
+    Devices of one kind share one chance, and the emptiest of them is chosen. If no device stays within the bound, return None and the
+    smallest chance.
     """
     forecasts = [
         (_late_chance(each.wait_chance(load), target_ms), each) for each in _groups(places) if each.takes(load)
@@ -211,7 +212,7 @@ def choose_device(
 
 
 def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: str) -> int:
-    """Return the chance in millionths that a cell finds no room if one more seat is added to the device or to the devices like it."""
+    """Return the chance in millionths that a cell finds no free memory if one more seat is added to the device or others of its kind."""
     for group in _groups(places):
         if any(place.device_id == device_id for place in group.places):
             return group.wait_chance(load)
@@ -232,7 +233,7 @@ def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDev
 
 
 def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
-    """Return the quantile `milli`, in thousandths, of the cells' waits in ms, if `wait_millionths` of the cells find no room."""
+    """Return the quantile `milli` (in thousandths) of all cells' waits, in ms, if `wait_millionths` of the cells find no free memory."""
     late = 1_000_000 - 1000 * milli
     if wait_millionths <= late:
         return 0
@@ -293,8 +294,8 @@ def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: in
 def admissible_milli(counts: Mapping[int, int]) -> int:
     """Return how many milli-GPU can be requested in total, however they are divided into fractions.
 
-    `counts` has the number of seats that fit for each fraction in milli-GPU. If the result is `m`, then `m // fraction` seats of any
-    fraction fit.
+    `counts` maps each fraction, in milli-GPU, to the number of seats of this fraction that fit. If the result is `m`, then `m // fraction`
+    seats of any fraction fit.
     """
     if not counts:
         return 0
@@ -304,5 +305,5 @@ def admissible_milli(counts: Mapping[int, int]) -> int:
 
 
 def _filled_milli(device: SeatDevice) -> int:
-    """Return the average need, in thousandths of the device."""
+    """Return the memory that the device's seats need on average, in thousandths of the device's memory."""
     return sum(load.mib * load.duty_milli for load in device.loads) // max(1, device.capacity_mib)

@@ -20,7 +20,7 @@ _LARGEST = 10**18  # larger integers are no sizes or durations, and Python may r
 
 
 def restore_margin_mib(saved_mib: int) -> int:
-    """Return the memory to keep free in addition to restored state, in MiB, because a restore without room is fatal.
+    """Return how much memory to keep free besides restored state, in MiB. A restore that runs out of memory is fatal.
 
     The margin has not been measured on hardware.
     """

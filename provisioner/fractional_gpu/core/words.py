@@ -18,7 +18,7 @@ from fractional_gpu.core.suspend import preempts_from_ms, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 STRANGERS_HOLD = "processes without a lease use the rest"
-"""Describes what is in the way if the reason is `wait.stranger`. The broker knows the processes and names them instead."""
+"""Says what is in the way if the reason code is `wait.stranger`. The broker replaces this with the names of the processes."""
 
 _MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
@@ -66,7 +66,7 @@ def _state_reason(lease: Lease) -> Reason:
 
 
 def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Reason:
-    """Return the reason with the code of `reason_code`, a sentence and the leases in the way."""
+    """Return why the lease finds no room, as the code of `reason_code`, a sentence and the leases in the way."""
     reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
@@ -92,7 +92,7 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
 
 
 def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
-    """Return the code of the reason for a ticket that fits nowhere, even if idle leases leave."""
+    """Return a code for why a ticket fits on no device, even if idle leases leave."""
     if not devices:
         return _no_device_code(books, lease)
     free = possible = strangers = working = 0
@@ -152,7 +152,7 @@ def _no_device_code(books: Books, lease: Lease) -> str:
 
 
 def _blockers(books: Books, holders: Sequence[Lease]) -> Sequence[Lease]:
-    """Return the leases that the ticket waits for. Busy leases come first, from the longest busy, then others that cannot leave now."""
+    """Return the leases that the ticket waits for. The longest busy lease comes first, and leases that cannot leave now come last."""
     busy = sorted((other for other in holders if other.busy), key=lambda one: (one.last_active_ms, one.number))
     return [*busy, *(other for other in holders if not other.busy and _does_not_leave(books, other))] or holders
 
@@ -227,14 +227,14 @@ def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
 
 
 def _about(ms: int) -> str:
-    """Return the duration in coarse steps, because each change redraws a waiting cell."""
+    """Return the duration in coarse steps, because a waiting cell is redrawn whenever the text changes."""
     if ms < _MINUTE_MS:
         return "10 s" if ms <= 10_000 else "a minute"
     return format_duration(ms + _MINUTE_MS - 1)
 
 
 def _left_behind(lease: Lease, *, mine: bool) -> str:
-    """Return what an ended kernel left on the device, who owned the kernel, and how to end what is left.
+    """Say which processes outlived their kernel, who owned the kernel, and how to end the processes.
 
     The message may name the owner to other users, because the ended kernel has no cell in which the owner would see it.
     """
@@ -245,7 +245,7 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return the name of `other` in messages for `reader`. It is the notebook's name if both have the same user, or else anonymous."""
+    """Return what messages for `reader` call `other`. This is the notebook's name if both have the same user, or else anonymous."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 
