@@ -84,9 +84,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine. If `check` is set, granting more memory than a device has raises an error. `forecasts` can be an earlier
-    arbiter's.
-    """
+    """The state machine. `check` makes it an error to grant more memory than a device has. `forecasts` may come from an earlier one."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ _AHEAD_OF_ALL = 1 << 60  # moves a ticket ahead of any other order number
 
 
 class Changes:
-    """The books, the operations under way, and the effects of the current event."""
+    """The books, the operations in progress, and the effects of the current event."""
 
     def __init__(self, *, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
@@ -131,7 +131,7 @@ class Changes:
         lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
 
     def release_everything(self, lease: Lease) -> None:
-        """Free everything that the lease holds. An operation under way keeps its swap channel until its worker answers."""
+        """Free everything that the lease holds. An operation in progress keeps its swap channel until its worker answers."""
         self.withdraw_ticket(lease)
         self.books.parked.pop(lease.lease_id, None)
         lease.suspend_requested_by = None

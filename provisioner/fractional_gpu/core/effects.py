@@ -33,12 +33,12 @@ class DeviceEffect(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAdmitted(LeaseEffect):
-    """The request was accepted. The lease is unattached."""
+    """The request for a lease was accepted. The lease has no kernel process yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRefused(LeaseEffect):
-    """The request was refused. `sentence` says what was requested, what is available and what to do."""
+    """The request for a lease was refused. `sentence` says what was requested, what is available and what to do."""
 
     reason: str
     sentence: str
@@ -107,7 +107,7 @@ class CapBreached(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(LeaseEffect):
-    """The lease's size has changed, or its reservation that follows its measured use. Set the kernel's memory limit."""
+    """The lease's size or its reservation has changed. Set the kernel's memory limit."""
 
     fraction_milli: int
     reserve_mib: int  # its cap
@@ -116,7 +116,7 @@ class Resized(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned(LeaseEffect):
-    """The lease will not be suspended for others or for being idle before `until_ms`. It is not pinned if `until_ms` is 0."""
+    """The lease will not be suspended for others or for being idle before `until_ms`. If `until_ms` is 0, the lease is not pinned."""
 
     until_ms: int
 
@@ -130,7 +130,7 @@ class SuspendAnnounced(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNotice(LeaseEffect):
-    """Tell the lease's user in the notebook at once that its device will go away, or that it stays after all.
+    """Tell the lease's user in the notebook at once that the lease's device will go away, or that the device stays after all.
 
     The arbiter also records this in the lease's story.
     """
@@ -148,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """A revoked lease's time is up. End its processes. The effect is repeated until they have ended. The lease ends with them."""
+    """The time that a lease may outlive its seat is over. End its processes. This is repeated until they have ended, and then it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class StateChanged(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded(LeaseEffect):
-    """A line of the lease's story."""
+    """A new line of the lease's story, which is the history that users can read."""
 
     at_ms: int
     reason: str  # machine-readable, e.g. "suspend.idle", "suspend.needed-by", "wait.busy-neighbour"

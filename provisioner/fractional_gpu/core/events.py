@@ -114,7 +114,7 @@ class LeaseRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached(LeaseEvent):
-    """The lease has a live process. It becomes unarmed, or resident if it already has a reservation.
+    """The lease has a live process. It becomes resident if it already has a reservation. Otherwise it has no CUDA context (`NO_CONTEXT`).
 
     If the last kernel left processes behind, the lease keeps its state and belongs to the new kernel.
     """
@@ -124,7 +124,7 @@ class Attached(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExited(LeaseEvent):
-    """The kernel process has ended. The lease gives back all that it held and becomes unattached."""
+    """The kernel process has ended. The lease gives up everything that it held and becomes unattached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ class HostPressureSeen(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRequested(LeaseEvent):
-    """`by` asks to suspend this lease now. The lease must be resident and idle. The answer is `Suspend` or `Declined`."""
+    """A user or administrator (`by`) asks to suspend the lease now. It must be resident and idle. The answer is `Suspend` or `Declined`."""
 
     by: str = "its user"
 
@@ -302,7 +302,7 @@ class PinRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpinRequested(LeaseEvent):
-    """`by` ends the pin. The unused time is returned to the owner's budget."""
+    """A user or administrator (`by`) ends the pin. The unused time is returned to the owner's budget."""
 
     by: str = "its user"
 
@@ -354,7 +354,7 @@ class ResumeFinished(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(LeaseEvent):
-    """The answer to `LookAgain`. It gives a quarantined lease's real state. QUARANTINED with a sentence means that the driver failed."""
+    """The answer to `LookAgain`, with a quarantined lease's real state. If the driver failed, it is QUARANTINED and there is a sentence."""
 
     generation: int
     state: LeaseState

@@ -1,4 +1,4 @@
-"""Checks the invariants of the books. Every sum is recomputed from scratch."""
+"""Checks that the arbiter's books are consistent. Every sum is recomputed from scratch."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class InvariantError(AssertionError):
 
 
 def check_devices(books: Books, device_ids: set[str]) -> None:
-    """Check law 1 on the devices where an event granted room. Raise InvariantError if a device is over-committed."""
+    """Check the devices where an event granted room. Raise InvariantError if a device is over-committed."""
     for device_id in device_ids:
         device = books.devices[device_id]
         if device.free_mib < 0:

@@ -1,4 +1,4 @@
-"""Follows the life of a lease, which is requested and attached, wants the GPU, runs, rests, and ends.
+"""Follows the life of a lease, from its request to its end.
 
 `Lifecycle` has one method per event. `StartReservations` limits the room that leases without a process may hold or queue for, because
 nothing guarantees that their process will ever start. (Admission limits how many such leases an owner may have.)
@@ -83,7 +83,7 @@ class StartReservations:
         return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Return whether leases without a process are all that keeps out another owner's ticket."""
+        """Return whether another owner's ticket finds no room only because of leases without a process."""
         starting: dict[str, int] = {}
         for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
@@ -241,7 +241,7 @@ class Lifecycle:
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> None:
-        """Let the kernel's cell in, or file a ticket for the lease."""
+        """Let the kernel's cell run if the lease is on a device. Otherwise file a ticket for the lease."""
         if lease.revoked:
             return
         self._expectations.came_true(lease)
@@ -334,7 +334,7 @@ class Lifecycle:
             lease.suspend_requested_by = by  # `Scheduler` begins it, or declines with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Record whether the process can be checkpointed. If it can again, earlier failures no longer delay a suspend."""
+        """Record whether the process can be checkpointed. Once it can be again, earlier failures no longer delay a suspend."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

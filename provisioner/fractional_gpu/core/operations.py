@@ -81,7 +81,7 @@ class OperationResults:
                 self._roll_back(lease, event.outcome, sentence)
 
     def host_memory_needed(self, lease: Lease, event: HostMemoryNeeded) -> None:
-        """Reserve more host memory for a suspend under way, if enough is left."""
+        """Reserve more host memory for a suspend in progress, if enough is left."""
         is_current = lease.operation == Operation(event.operation_id, lease.lease_id, SUSPEND, event.generation)
         if is_current and 0 < event.need_mib - lease.host_mib <= self._books.host_left_mib:
             self._books.set_host_memory(lease, reserved_mib=event.need_mib)
@@ -217,7 +217,7 @@ class OperationResults:
         self._resizer.claim_missing(lease)
 
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the state of a lease that has left its devices. Apply the size that it claimed, and file a ticket for a preempted cell."""
+        """Change the state of a lease that has left its devices. Apply the size that it claimed, and queue it again if it was preempted."""
         changes, ticket = self._changes, lease.ticket
         lease.retries.forget_suspends()
         claim = ticket.resize_to if ticket is not None else None

@@ -207,14 +207,14 @@ class QueuePass:
 
         The first case that applies is used:
 
-        1. If it is moving to devices where room is kept for it, resume it there or cancel the move.
-        2. If its user or group is at its limit, suspend idle leases of the same user, provided that it then fits.
-        3. If it must pause after a failed resume, or a similar ticket with no greater need found no room, it waits.
-        4. If it fits, serve it.
-        5. If no swap can begin, it waits for a swap channel.
-        6. If it fits once others leave, suspend idle leases, preempt busy ones, or move a busy one elsewhere.
-        7. If it wants to grow and is idle, move it to a device where it can.
-        8. Otherwise it waits, and busy leases are asked to yield at the end of their cells.
+        1. If the lease is moving to devices where room is kept for it, resume the lease there or cancel the move.
+        2. If the lease's user or group is at its limit, suspend idle leases of the same user, provided that the ticket then fits.
+        3. If the lease must pause after a failed resume, or a similar ticket with no greater need found no room, the ticket waits.
+        4. If the ticket fits, serve it.
+        5. If no suspend or resume can begin, the ticket waits for a swap channel.
+        6. If the ticket fits once other leases leave, suspend idle leases, preempt busy ones, or move a busy one elsewhere.
+        7. If the lease wants to grow and is idle, move it to a device where it can.
+        8. Otherwise the ticket waits, and busy leases are asked to yield at the end of their cells.
 
         In cases 3, 5, 6 and 8, room is kept for a ticket that was passed over K times. In case 5, the first few tickets still get a plan
         as in case 6.
@@ -367,7 +367,8 @@ class QueuePass:
         self._set_wait(lease, ticket, wait)
 
     def _may_begin(self, victim: Lease) -> bool:
-        """Return whether a planned suspend can begin now. The margin of an earlier suspend may take up host memory until that has ended."""
+        """Return whether a planned suspend can begin now. An earlier suspend may reserve more host memory than it needs until it has ended.
+        """
         return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
     def _begin_suspend(self, victim: Lease, lease: Lease, why: tuple[str, str]) -> None:
@@ -495,7 +496,7 @@ class QueuePass:
         self._changes.record_wait_reason(lease, wait)
 
     def _explain(self, lease: Lease, ticket: Ticket) -> None:
-        """Record a new reason in the lease's story. A busy swap channel is left out, because it would come and go with every swap."""
+        """Record a new reason in the lease's story. Waits for a swap channel are left out, because they come and go with every swap."""
         code = wait_code(self._books, lease, ticket)
         if code != ticket.reason and (ticket.wait is not _CHANNEL_IN_USE or ticket.reason == "wait.new"):
             self._changes.record_wait_reason(lease, wait_reason(self._books, lease, ticket))

@@ -32,7 +32,7 @@ _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # users fre
 class _FreedMemory(NamedTuple):
     """Memory that a lease will free. Times are in ms from now.
 
-    The order is the arbiter's: suspends in progress come first, then the earliest time.
+    As in the arbiter, suspends in progress sort first, and then the memory that is freed earliest.
     """
 
     order: int
@@ -105,7 +105,7 @@ class _QueueSimulation:
         return most[: max(MOST_DEVICES, lease.count)]
 
     def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_FreedMemory] | None:
-        """Return the earliest leases that make enough room on the device, or None."""
+        """Return the leases that can make enough room on the device the soonest, or None if no leases can."""
         room_mib, taken = self._free_mib[device_id], list[_FreedMemory]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
@@ -171,7 +171,7 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the wait of the lease's ticket can be forecast. It cannot in quarantine or before the kernel has started."""
+    """Return whether the wait of the lease's ticket can be forecast. This is impossible in quarantine or before the kernel has started."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False

@@ -1,9 +1,9 @@
 """Resizes existing leases, and enforces memory caps.
 
 - **Requested sizes.** A requested size applies at once if it is smaller and the lease's use fits, or if the lease is not on a device.
-  Otherwise the lease claims it with a ticket, which waits in the queue like any other and remains if the lease is suspended. Idle
-  neighbours are suspended for the claim, or the lease moves to a device with room, if it is idle and movable. A newer request replaces the
-  claim.
+  Otherwise the lease claims the new size with a ticket. The ticket waits in the queue like any other, and stays there if the lease is
+  suspended. Idle neighbours are suspended for the claim, or the lease moves to a device with room, if the lease is idle and movable. A
+  newer request replaces the claim.
 - **Reservations that follow use.** Such a reservation exceeds the use by the pool's headroom, plus the growth between the last two
   measurements, which counts up to another headroom. So a kernel that grows steadily stays within its reservation even if a measurement is
   missed.
@@ -102,7 +102,7 @@ class Resizer:
             self._claim(lease, lease.spec)
 
     def pool_configured(self, pool: str) -> None:
-        """Apply a changed pool policy. Recompute claims, and claim missing memory for leases that hold less than the policy requires."""
+        """Apply a changed pool policy. Recompute waiting claims, and claim the memory that leases lack under the new policy."""
         for lease in self._books.in_state(LeaseState.RESIDENT, LeaseState.UNATTACHED):
             if lease.spec.pool != pool:
                 continue
@@ -111,7 +111,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
-        """Claim the missing memory for a lease that holds less than its pool's policy requires."""
+        """File a ticket for the missing memory of a lease that holds less than its pool's policy requires."""
         if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib and not lease.revoked:
             self._claim(lease, lease.spec)
 
@@ -133,7 +133,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Return whether the size is still within the limits, which others may have used up since. If not, decline the request."""
+        """Return whether the size is still within the limits. If other leases have used them up, the request is declined."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True
@@ -178,7 +178,7 @@ class Resizer:
         return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
 
     def _lacking_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return the memory that the lease lacks on each of its devices, in MiB. A lease has all the memory of an exclusive device."""
+        """Return the memory that the lease lacks on each of its devices, in MiB. On an exclusive device, a lease lacks nothing."""
         has_mib = lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.is_exclusive for device in devices):
@@ -207,7 +207,7 @@ _WHAT_FOLLOWS = {
 
 @dataclass(slots=True, eq=False)
 class _Excess:
-    """The excess of a lease that uses more than its cap."""
+    """Records since when a lease has used more memory than its cap."""
 
     lease: Lease
     since_ms: int

@@ -40,7 +40,7 @@ _END_AGAIN_MS = 60_000  # after this, processes that are still alive are ended a
 
 
 def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
-    """Begin to drain a device. `deadline_ms` is when it goes away, or None if it stays."""
+    """Begin to drain a device. `deadline_ms` is when the device goes away, or None if it stays."""
     device = changes.books.devices.get(device_id)
     if device is None:
         return
@@ -95,7 +95,7 @@ def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
 
 
 def reinstate(changes: Changes, lease: Lease, seat: str) -> None:
-    """Reinstate a revoked lease that has a new seat. If a cell is running without a device, file a ticket for it."""
+    """Reinstate a revoked lease that has a new seat. If a cell of its kernel is running without a device, file a ticket for the lease."""
     if not lease.revoked:
         return
     changes.books.reinstate(lease, replace(lease.spec, seat=seat))
@@ -147,7 +147,7 @@ def _can_be_saved(changes: Changes, lease: Lease) -> bool:
 # -- saving before a deadline ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A lease on a device that goes away. Times are in ms of the arbiter's clock."""
+    """A lease to save from a device that goes away. Times are in ms of the arbiter's clock."""
 
     lease_id: str
     value: int  # 1 or more
@@ -238,7 +238,7 @@ class Salvage:
                     yield lease
 
     def _hasten_retry(self, lease: Lease) -> None:
-        """Make sure that a failed suspend is retried before the deadline, whatever the pool's `retry_refused_ms`. This is idempotent.
+        """Make sure that a failed suspend is retried before the deadline, even if `retry_refused_ms` is longer. This is idempotent.
 
         The pause doubles with each failure, but is at most half of the time in which the suspend can still begin, so that the last attempt
         fits.
@@ -303,12 +303,12 @@ class Salvage:
         return None
 
     def _evicts(self, lease: Lease) -> bool:
-        """Return whether an administrator said not to wait for the lease's cell."""
+        """Return whether an administrator asked to empty one of the lease's devices without waiting for cells to end."""
         devices = self._books.devices
         return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
-        """Keep each channel free whose next planned suspend could not wait until the longest other swap has ended."""
+        """Keep a swap channel free if its next planned suspend could not wait for the longest other suspend or resume to end."""
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
@@ -371,7 +371,7 @@ class Salvage:
         self._changes.record(lease.lease_id, reason, sentence)
 
     def _withdraw_notices(self, leases: dict[str, Lease]) -> None:
-        """Tell users if their device stays after all, and forget leases that have left it."""
+        """Tell users if their device stays after all, and forget leases that have left their device."""
         for lease_id in [one for one in self._told if one not in leases]:
             lease = self._books.leases.get(lease_id)
             if lease is not None and lease.state is LeaseState.SUSPENDING:
@@ -409,7 +409,7 @@ def value_of(worked_ms: int, priority: int) -> int:
 
 
 def plan_saving(candidates: Sequence[Candidate], *, free_ms: Sequence[int], host_left_mib: int) -> Plan:
-    """Plan which leases to save. `free_ms` has the time when each swap channel becomes free, which is now at the earliest."""
+    """Plan which leases to save. `free_ms` has, for each swap channel, the time from which it is free."""
     rest, channels, starts = _in_order(candidates), list[list[Candidate]](), sorted(free_ms)
     for start_ms in starts:
         chosen = _best_in_time(rest, start_ms)

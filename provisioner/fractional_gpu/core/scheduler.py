@@ -46,7 +46,7 @@ class Scheduler:
         self.expectations = Expectations(changes)
 
     def serve(self) -> None:
-        """Take every step that is possible now."""
+        """Serve the waiting leases, by the steps that the module lists, as far as possible."""
         self._books.recheck_ms = None
         for lease in list(self._books.leases.values()):
             self._take_due(lease)
@@ -94,7 +94,7 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when to serve the leases again if no event comes before then, or None. The end of an operation is itself an event."""
+        """Return when to serve the leases again if no event comes first, or None if never. The end of an operation is an event, too."""
         due = (self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 

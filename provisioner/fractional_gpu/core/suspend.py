@@ -158,7 +158,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the lease's or its owner's virtual time for a comparison with `other`, the milli-GPU by which it grows, and the weight."""
+    """Return the virtual time to compare with that of `other`, the milli-GPU by which this time grows, and the weight."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -172,7 +172,7 @@ LIKELY_MILLI = 250
 
 
 def likelihood_milli(lease: Lease) -> int:
-    """Return how likely the expected cell is, in thousandths, or 0 if none is expected."""
+    """Return how likely the expected cell is, in thousandths, or 0 if no cell is expected."""
     return lease.expectation.milli if lease.expectation is not None else 0
 
 
@@ -343,7 +343,7 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The leases to suspend to make room for a ticket on these devices. There are none if suspends under way free enough."""
+    """The leases to suspend to make room for a ticket on these devices. The plan names none if suspends in progress free enough."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]
@@ -352,8 +352,8 @@ class Plan:
 class Capacity:
     """The room that one pass over the queue can still give out. Room that is promised to a ticket is not available to later tickets.
 
-    Room that suspends under way and planned suspends will free counts, too. `promise` keeps this room before the suspends begin, because
-    they may have to wait for a swap channel.
+    Room that current and planned suspends will free counts, too. `promise` keeps this room before the suspends begin, because they may have
+    to wait for a swap channel.
     """
 
     def __init__(self, books: Books) -> None:
@@ -376,7 +376,7 @@ class Capacity:
         return min(0, free_mib) if device.is_exclusive else free_mib
 
     def total_mib(self, device_id: str) -> int:
-        """Return the memory that is not kept, and is free or will be once all suspends under way and planned suspends have ended."""
+        """Return the memory that is not kept, and is free or will be once all current and planned suspends have ended."""
         mib = self.free_mib(device_id) + self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
         for lease in self.planned.values():
             if lease.state is LeaseState.RESIDENT and device_id in lease.device_ids:
@@ -401,7 +401,7 @@ class Capacity:
         return any(self.reachable_mib(device_id) >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
-        """Return the ranking of devices for the lease. `devices` has all devices that it may use."""
+        """Return the ranking of devices for the lease. `devices` has all devices that the lease may use."""
         return device_choice(self._books, lease, need_mib, [(one, self.free_mib(one)) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
@@ -477,7 +477,8 @@ class Capacity:
     ) -> Plan | Reason | None:
         """Return the cheapest plan to make room, or None if there is none, or the reason if only host memory is too short.
 
-        Leases in `also` leave in any case. With `between_cells`, the plan may use busy leases that yield at the end of their cells.
+        The leases in `also` will leave in any case. With `between_cells`, the plan may use busy leases that yield at the end of their
+        cells.
         """
         books, pool = self._books, self._books.policy(lease)
         busy = between_cells or (not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities))

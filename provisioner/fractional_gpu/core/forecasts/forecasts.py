@@ -291,7 +291,7 @@ class Forecasts:
         return tuple(self.accuracy.get(kind, Accuracy()).error(kind) for kind in KINDS)
 
     def forget(self, lease_id: str) -> None:
-        """Remove a lease that is over. If it was idle, its last gap counts as one that never ended."""
+        """Remove a lease that is over. If it was idle, its last gap is recorded as one that never ended."""
         self.demands.own.pop(lease_id, None)
         for sign in Sign:
             self.signs.own.pop(f"{sign} {lease_id}", None)
@@ -515,7 +515,7 @@ class Forecasts:
         return mib * wait * self.hold_rate(pool) >> RATE_BITS
 
     def hold_rate(self, pool: str) -> int:
-        """Return the learnt factor in `hold_cost`."""
+        """Return the learnt cost of holding memory, which is a factor in `hold_cost`."""
         known = self.holds.get(pool)
         return 0 if known is None else known.rate
 

@@ -94,7 +94,7 @@ class UseRecorder:
         return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Record a sample, or None for a notebook or seat that has ended or has no device memory.
+        """Record a sample. The sample is None if the notebook or seat has ended or has no device memory.
 
         The time since the previous sample counts for the previous sample.
         """

@@ -43,7 +43,7 @@ def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
 
 
 def entry_of(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
-    """Return the entry for a name, or make a new one. A new entry replaces the oldest entry if there are too many."""
+    """Return the entry for a name, or make a new one. If there are too many, the new entry replaces the oldest."""
     if name not in known:
         if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
@@ -104,7 +104,7 @@ class Band:
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
 
     def outlasted(self, span: Span, lasted: int) -> None:
-        """Learn from an abandoned wait. It is a miss if it exceeded the bound. Otherwise its outcome is unknown."""
+        """Learn from an abandoned wait. A wait that exceeded the bound is a miss. Otherwise its outcome is unknown."""
         if lasted > self.spread(span).high_ms:
             self.high.learn(missed=True, at_expected=False)
 

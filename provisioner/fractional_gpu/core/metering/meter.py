@@ -47,13 +47,13 @@ class Holding:
 
     @property
     def working(self) -> bool:
-        """Whether it runs a cell on a device."""
+        """Whether the lease runs a cell on a device."""
         return self.busy and bool(self.devices)
 
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease, whose time is counted up to `since_ms`. `carry` holds the fraction of a thousandth of each amount not booked yet."""
+    """A lease, whose time is counted up to `since_ms`. `carry` holds the parts of amounts that are too small to be booked yet."""
 
     holding: Holding
     since_ms: int

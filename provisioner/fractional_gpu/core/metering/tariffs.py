@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 SLICE_MS = 900_000
-"""The length of a slice. In every time zone, prices and hours change only at quarter hours."""
+"""The length of a slice of time. In every time zone, prices and hours change only at quarter hours."""
 _DAY = 24 * 60
 _WEEK = 7 * _DAY
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -35,7 +35,7 @@ Calendar = Callable[[int], LocalTime]
 
 
 def utc(number: int) -> LocalTime:
-    """Return the slice's time in UTC. Simulations use this calendar."""
+    """Return the UTC time of a slice, which is given in quarter hours since 1970. Simulations use this calendar."""
     minutes = number * 15
     return LocalTime(minutes // 60 * 3600, (minutes + 3 * 24 * 60) % (7 * 24 * 60))  # 1 January 1970 was a Thursday
 
@@ -88,7 +88,7 @@ class Tariff:
         return next((band.price_milli for band in self.bands if band.covers(minute)), self.price_milli)
 
     def charged_milli(self, *, held: bool, busy: bool, suspended: bool) -> int:
-        """Return which part of the time in this state is charged, in thousandths."""
+        """Return how many thousandths of a lease's time in this state are charged."""
         match self.basis:
             case Basis.RESERVED:
                 return 1000 - self.credit_milli if suspended else 1000

@@ -34,7 +34,7 @@ class UsageKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """The pool, owner and group that a lease counts for, as named in reports."""
+    """The pool, owner and group under which a lease's usage is reported."""
 
     pool: str
     owner: str = ""

@@ -83,7 +83,7 @@ class Books:
         self.refresh(lease)
 
     def set_let_in(self, lease: Lease, *, let_in: bool) -> None:
-        """Set whether the lease has room for a cell that has not started."""
+        """Set whether room has been given to the lease for a cell that has not started."""
         if lease.let_in != let_in:
             lease.let_in = let_in
             self.refresh(lease)

@@ -14,7 +14,7 @@ from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 HOST_MARGIN_MIB = 64
 """The fixed part of the margin that a suspend adds to the last measured use, in MiB (`Lease.host_margin_mib`)."""
 HOST_MARGIN_PARTS = 16
-"""The proportional part of that margin is the use divided by this."""
+"""The proportional part of that margin is the last measured use divided by this number."""
 _FIRST_PAUSE_MS = 1_000
 _MOST_DOUBLINGS = 16
 UNIT = 100  # the usual weight
@@ -116,7 +116,7 @@ class Account:
 
     @property
     def milli(self) -> int:
-        """The sum of the fractions of all its leases, in milli-GPU."""
+        """The sum of the fractions of the account's leases, in milli-GPU."""
         return sum(lease.milli for lease in self.leases.values())
 
     @property
@@ -129,18 +129,18 @@ class Account:
 
     @property
     def time_ms(self) -> int:
-        """The virtual time by which owners of the pool are compared."""
+        """The owner's virtual time, which is compared with that of the pool's other owners."""
         return self.usage * UNIT // self.weight
 
     @property
     def busy_milli(self) -> int:
-        """The milli-GPU that its leases are charged for now. Every lease whose meter runs is a contender."""
+        """The total milli-GPU of the leases for which the account is charged now."""
         return sum(lease.milli for lease in self.contenders.values() if lease.meter.is_running)
 
 
 @dataclass(slots=True, eq=False)
 class UsageMeter:
-    """How much a lease has used devices, for fair shares. `Accounts` writes it."""
+    """How much a lease has used devices, to compute fair shares. Only `Accounts` writes it."""
 
     usage: int = 0  # milli-GPU times milliseconds that the lease was busy on a device
     is_running: bool = False  # it is busy on a device now
@@ -199,7 +199,7 @@ class Expectation:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease:
-    """A lease, with what its kernel requested and what it has now."""
+    """A lease, with what its kernel requested and what the lease holds now."""
 
     spec: LeaseSpec
     number: int = 0  # in the order of admission
@@ -268,7 +268,7 @@ class Lease:
 
     @property
     def revoked(self) -> bool:
-        """Whether its seat has ended."""
+        """Whether the lease's seat has ended."""
         return self.ends_ms is not None
 
     @property
@@ -285,12 +285,12 @@ class Lease:
 
     @property
     def occupied_ids(self) -> tuple[str, ...]:
-        """The devices where it has a reservation."""
+        """The devices where the lease has a reservation."""
         return self.device_ids if self.held_mib else ()
 
     @property
     def counted_milli(self) -> int:
-        """The demand that is counted on its devices while it is busy or has room for a cell, in thousandths."""
+        """The compute demand of a lease that is busy or has room for a cell, in thousandths of a device, and otherwise 0."""
         if self.occupancy is OccupancyKind.BUSY:
             return self.busy_milli
         is_coming = self.let_in and self.held_mib and self.state in (LeaseState.RESIDENT, LeaseState.RESUMING)
@@ -298,12 +298,12 @@ class Lease:
 
     @property
     def resting_milli(self) -> int:
-        """The demand that is counted while it is idle, in thousandths. This is a fraction of its full demand, for its next cell."""
+        """The compute demand of an idle lease for its next cell, a fraction of its full demand, in thousandths of a device."""
         return self.demand_milli // _RESTING_PARTS if self.occupancy is OccupancyKind.IDLE and not self.let_in else 0
 
     @property
     def busy_milli(self) -> int:
-        """Its demand on each device while it is busy, in thousandths.
+        """The compute demand of the lease while it is busy, in thousandths of each of its devices.
 
         This comes from the running cell's samples if there are any, and otherwise from what was learnt before.
         """
@@ -316,7 +316,7 @@ class Lease:
 
     @property
     def is_unsuspendable(self) -> bool:
-        """Whether it has memory that cannot be saved, or could allocate such memory at any time."""
+        """Whether the lease has memory that cannot be saved, or could allocate such memory at any time."""
         return bool(self.unsuspendable_reason) and (self.used_mib > 0 or not self.spec.gated)
 
     @property
@@ -325,18 +325,18 @@ class Lease:
 
     @property
     def home_id(self) -> str | None:
-        """The first of the devices from which its memory was saved."""
+        """The first of the devices from which the lease's memory was saved."""
         return self.home_ids[0] if self.home_ids else None
 
     @property
     def is_growing(self) -> bool:
-        """Whether it waits to grow on its current devices."""
+        """Whether the lease waits for more room on the devices that it has."""
         here = self.state is LeaseState.RESIDENT or (self.state is LeaseState.UNATTACHED and self.held_mib > 0)
         return here and self.ticket is not None and self.ticket.resize_to is not None
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether its ticket waits only for room. A lease in an operation or in quarantine first waits until that has ended."""
+        """Whether the lease's ticket waits only for room. An operation or quarantine of the lease must end first."""
         if self.ticket is None:
             return False
         if self.state is LeaseState.UNATTACHED and not self.held_mib:
@@ -345,7 +345,7 @@ class Lease:
 
     @property
     def ask_mib(self) -> int:
-        """The memory that its ticket needs on each device, in MiB. If it grows in place, that is only the growth."""
+        """The memory that the lease's ticket needs on each device, in MiB. If the lease grows in place, that is only the growth."""
         return self.ticket.extra_mib if self.ticket is not None and self.is_growing else self.need_mib
 
     @property
@@ -354,29 +354,29 @@ class Lease:
 
     @property
     def count(self) -> int:
-        """The number of its devices."""
+        """The number of the lease's devices."""
         return len(self.home_ids) or self.spec.devices
 
     @property
     def milli(self) -> int:
-        """Its size for limits and shares, in milli-GPU."""
+        """The lease's size for limits and shares, in milli-GPU."""
         return self.spec.fraction_milli * self.spec.devices
 
     @property
     def time_ms(self) -> int:
-        """The virtual time by which its owner's leases are compared."""
+        """The lease's virtual time, which is compared with that of its owner's other leases."""
         return self.meter.usage * UNIT // max(1, self.spec.weight)
 
     @property
     def bound_ids(self) -> tuple[str, ...]:
-        """The devices where a context of the lease remains although it has given up its reservation."""
+        """The devices where the lease has given up its reservation but still has a CUDA context."""
         return self.device_ids if self.state is LeaseState.NO_CONTEXT and self.unreserved_mib else ()
 
     @property
     def need_mib(self) -> int:
-        """The memory that must be free on each device, in MiB.
+        """The memory that must be free on each device before the lease gets room there, in MiB.
 
-        This is the reservation that its pool makes for it, or what its saved state needs if that is more.
+        This is the memory that would be reserved, or what the saved state needs if that is more.
         """
         if self.bound_ids:
             return max(1, self.size_mib - self.unreserved_mib)
@@ -384,7 +384,7 @@ class Lease:
 
     @property
     def used_each_mib(self) -> int:
-        """Its use per device, in MiB. If it has several devices, its use is divided equally among them."""
+        """The memory that the lease uses on each device, in MiB. The total is divided equally among its devices."""
         return self.used_mib if self.count == 1 else -(-self.used_mib // self.count)
 
     @property
@@ -417,7 +417,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class EarlySwap:
-    """A swap for an expected cell. It is wasted if the cell does not follow."""
+    """A suspend or resume for an expected cell. It is wasted if the cell does not follow."""
 
     lease_id: str  # the lease whose cell is expected
     at_ms: int
@@ -491,7 +491,7 @@ class Device:
         return self.free_mib + self.mib(OccupancyKind.IDLE) + self.mib(OccupancyKind.SUSPENDING)
 
     def most_needed_milli(self, seen_milli: int) -> int:
-        """Return an upper bound on the demand of a busy lease with a sample of `seen_milli`. It is the sample unless the device is full."""
+        """Return an upper bound on a busy lease's demand from a sample, `seen_milli`. Unless the device is full, this is the sample."""
         busy = [lease for lease in self.holders.values() if lease.occupancy is OccupancyKind.BUSY]
         if len(busy) < 2:
             return seen_milli
