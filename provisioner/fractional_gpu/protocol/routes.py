@@ -136,7 +136,7 @@ PING = Route("ping", "GET", "/v1/ping", EmptyRequest, Pong, ANYONE, "which broke
 STATUS: "Route[FreshQuery, HostStatus]" = Route("status", "GET", "/v1/status", FreshQuery, "status.HostStatus", ANYONE,
     "devices, pools and the leases that the caller may see")
 EVENTS: "Route[EmptyRequest, HostChange]" = Route("events", "GET", "/v1/events", EmptyRequest, "status.HostChange", ANYONE,
-    "the status, then each change of it; `{}` is a keep-alive", lines=True)
+    "the status, then each change; `{}` is a keep-alive", lines=True)
 CAPACITY: "Route[EmptyRequest, Capacity]" = Route("capacity", "GET", "/v1/capacity", EmptyRequest, "nodes.Capacity", ANYONE,
     "how much more each pool can grant")
 METRICS = Route("metrics", "GET", "/v1/metrics", EmptyRequest, EmptyRequest, ANYONE, "totals in Prometheus's text format")
@@ -147,15 +147,15 @@ BUDGETS: "Route[EmptyRequest, BudgetList]" = Route("budgets", "GET", "/v1/budget
 EXTEND_BUDGET: "Route[BudgetExtension, BudgetList]" = Route("extend", "POST", "/v1/budgets/extend", "accounts.BudgetExtension",
     "accounts.BudgetList", ADMIN, "raise the budget of a user or a group", audited="budget.extend")
 
-CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "a new lease; it never queues")
+CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "create a lease, without waiting in the queue")
 SHOW: "Route[FreshQuery, LeaseStatus]" = Route("lease", "GET", _L, FreshQuery, "status.LeaseStatus", LEASE, "one lease")
-RELEASE = Route("release", "DELETE", _L, EmptyRequest, Done, LEASE, "end it; no effect if it has ended", audited="release",
+RELEASE = Route("release", "DELETE", _L, EmptyRequest, Done, LEASE, "end the lease; no effect if it has ended", audited="release",
     reserved=True)
 ATTACH: "Route[AttachRequest, LeaseStatus]" = Route("attach", "POST", _L + "/attach", AttachRequest, "status.LeaseStatus", KERNEL,
-    "name its process, and how to listen to it")
-DETACH = Route("detach", "POST", _L + "/detach", EmptyRequest, Done, KERNEL, "its process is gone or about to be replaced", reserved=True)
+    "name the lease's process and its Jupyter connection")
+DETACH = Route("detach", "POST", _L + "/detach", EmptyRequest, Done, KERNEL, "the process has ended or will be replaced", reserved=True)
 ACQUIRE = Route("acquire", "POST", _L + "/acquire", AcquireRequest, Progress, KERNEL,
-    "wait for the GPU; the last line is `granted` or `refused`, with `hold` it is in use until the client hangs up", lines=True)
+    "wait for the GPU; the last line is `granted` or `refused`; `hold` keeps the lease in use until the client hangs up", lines=True)
 FOLLOW = Route("follow", "POST", _L + "/follow", EmptyRequest, LeaseNews, KERNEL, "a command's state and notices, until its lease ends",
     lines=True)
 GATE = Route("gate", "POST", _L + "/gate", GateHello, GateCommand, KERNEL, "the commands to the kernel's extension", lines=True,
@@ -163,38 +163,39 @@ GATE = Route("gate", "POST", _L + "/gate", GateHello, GateCommand, KERNEL, "the 
 ANSWER = Route("answer", "POST", _L + "/answer", GateAnswer, Done, KERNEL, "the extension's answer to a command, or a pulse",
     reserved=True)
 SUSPEND: "Route[EmptyRequest, LeaseStatus]" = Route("suspend", "POST", _L + "/suspend", EmptyRequest, "status.LeaseStatus", LEASE,
-    "save it to host memory", audited="suspend",
+    "save GPU state to host memory", audited="suspend",
     waits_s=MAX_WAIT_S, withdraws=True)
 RESUME: "Route[ResumeRequest, LeaseStatus]" = Route("resume", "POST", _L + "/resume", ResumeRequest, "status.LeaseStatus", LEASE,
-    "bring it back", audited="resume",
+    "bring saved state back", audited="resume",
     waits_s=MAX_WAIT_S, withdraws=True)
-EXPECT = Route("expect", "POST", _L + "/expect", ExpectRequest, Done, LEASE, "announce that its next cell is near")
+EXPECT = Route("expect", "POST", _L + "/expect", ExpectRequest, Done, LEASE, "announce that a cell will run soon")
 PIN: "Route[PinRequest, LeaseStatus]" = Route("pin", "POST", _L + "/pin", PinRequest, "status.LeaseStatus", LEASE,
-    "keep it resident for a while", audited="pin")
+    "keep the lease resident for a while", audited="pin")
 UNPIN: "Route[EmptyRequest, LeaseStatus]" = Route("unpin", "POST", _L + "/unpin", EmptyRequest, "status.LeaseStatus", LEASE,
-    "stop pinning it", audited="unpin")
+    "end the pin", audited="unpin")
 NOTE: "Route[NoteRequest, LeaseStatus]" = Route("note", "POST", _L + "/note", NoteRequest, "status.LeaseStatus", LEASE,
-    "the user's own words about it, of printable characters; empty: none", audited="note")
+    "the user's note, in printable characters; empty to remove it", audited="note")
 RESIZE: "Route[ResizeRequest, LeaseStatus]" = Route("resize", "POST", _L + "/resize", ResizeRequest, "status.LeaseStatus", LEASE,
-    "another size", audited="resize", withdraws=True)
+    "resize the lease", audited="resize", withdraws=True)
 MOVE: "Route[MoveRequest, LeaseStatus]" = Route("move", "POST", _L + "/move", MoveRequest, "status.LeaseStatus", ADMIN,
-    "to another device", audited="move", waits_s=MAX_WAIT_S,
+    "move the kernel to another device", audited="move", waits_s=MAX_WAIT_S,
     withdraws=True)
-EVICT = Route("evict", "POST", _L + "/evict", EvictRequest, Done, ADMIN, "end the kernel, whose state is lost", audited="evict",
+EVICT = Route("evict", "POST", _L + "/evict", EvictRequest, Done, ADMIN, "end the kernel and lose its variables", audited="evict",
     waits_s=MAX_WAIT_S)
-END = Route("end", "POST", _L + "/end", EmptyRequest, Done, LEASE, "end the processes that its kernel left", audited="end",
+END = Route("end", "POST", _L + "/end", EmptyRequest, Done, LEASE, "end the processes that the kernel left", audited="end",
     waits_s=_END_S)
 STORY: "Route[EmptyRequest, Story]" = Route("story", "GET", _L + "/story", EmptyRequest, "status.Story", LEASE,
-    "what happened to it, and why")
+    "what happened, and why")
 HISTORY: "Route[EmptyRequest, History]" = Route("history", "GET", _L + "/history", EmptyRequest, "status.History", LEASE,
-    "its memory and state over time")
-COST: "Route[EmptyRequest, Cost]" = Route("cost", "GET", _L + "/cost", EmptyRequest, "accounts.Cost", LEASE, "what it and its user used")
-OTHERS = Route("others", "GET", _L + "/others", OthersQuery, OthersUse, LEASE, "what others used of its device lately")
+    "memory and state over time")
+COST: "Route[EmptyRequest, Cost]" = Route("cost", "GET", _L + "/cost", EmptyRequest, "accounts.Cost", LEASE,
+    "costs of the lease and its user")
+OTHERS = Route("others", "GET", _L + "/others", OthersQuery, OthersUse, LEASE, "recent use of the device by others")
 
 DRAIN: "Route[DrainRequest, DeviceStatus]" = Route("drain", "POST", _D + "/drain", DrainRequest, "status.DeviceStatus", ADMIN,
     "empty a device", audited="drain")
 UNDRAIN: "Route[EmptyRequest, DeviceStatus]" = Route("undrain", "POST", _D + "/undrain", EmptyRequest, "status.DeviceStatus", ADMIN,
-    "use it again", audited="undrain")
+    "use a drained device again", audited="undrain")
 
 OFFERS: "Route[OfferRequest, Offers]" = Route("offers", "POST", "/v1/offers", "seats.OfferRequest", "seats.Offers", ADMIN,
     "what each pool offers one user of the hub")
@@ -202,10 +203,10 @@ SEATS: "Route[EmptyRequest, SeatList]" = Route("seats", "GET", "/v1/seats", Empt
 TAKE_SEAT: "Route[SeatRequest, SeatProgress]" = Route("take", "POST", "/v1/seats", "seats.SeatRequest", "seats.SeatProgress", ADMIN,
     "wait for a seat; the last line is `granted` or `refused`", audited="seat.give", lines=True)
 CONFIRM_SEAT: "Route[EmptyRequest, SeatStatus]" = Route("confirm", "POST", _S + "/confirm", EmptyRequest, "status.SeatStatus", ADMIN,
-    "the hub has saved it: it does not expire")
-RELEASE_SEAT = Route("unseat", "DELETE", _S, EmptyRequest, Done, ADMIN, "end it; no effect if it has ended", audited="seat.end")
+    "keep the seat, because the hub has saved it")
+RELEASE_SEAT = Route("unseat", "DELETE", _S, EmptyRequest, Done, ADMIN, "end the seat; no effect if it has ended", audited="seat.end")
 POOLS: "Route[EmptyRequest, PoolList]" = Route("pools", "GET", "/v1/pools", EmptyRequest, "seats.PoolList", ADMIN,
-    "every key of every pool, as it is now")
+    "the current keys of every pool")
 CHANGE_POOL: "Route[PoolChange, PoolKeys]" = Route("change", "POST", "/v1/pools/{pool}", "seats.PoolChange", "seats.PoolKeys", ADMIN,
     "change keys until the broker restarts", audited="pool.change")
 # fmt: on
