@@ -248,7 +248,8 @@ class IOPubWatch:
     def _take(self, frames: list[bytes]) -> Sign | None:
         """Process one IOPub message. Return the sign that a cell will run soon, or None.
 
-        A message that is too long, malformed or wrongly signed is ignored."""
+        A message that is too long, malformed or wrongly signed is ignored.
+        """
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
             if sum(map(len, parts)) > _LONGEST_STATUS:

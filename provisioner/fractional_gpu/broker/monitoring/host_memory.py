@@ -46,16 +46,16 @@ _LONGEST_S: Final = 10.0  # the longest time between two reads of a group
 def host_budget_mib(
     configured_mib: int, total_mib: int, saved_mib: int, room: Callable[[], Headroom] = system_headroom
 ) -> int:
-    """Return the configured budget for saved state, reduced to leave the machine enough memory.
+    """Return the MiB of host memory that saved state may use: the configured budget, or less if the machine needs the memory.
 
-    If the budget is below `saved_mib`, the excess should return to devices.
+    If this is below `saved_mib`, some kernels should return to their devices.
     """
     kept_free_mib = max(_KEPT_FREE_LEAST_MIB, total_mib // KEPT_FREE_PARTS)
     return max(0, min(configured_mib, saved_mib + room().mib - kept_free_mib))
 
 
 class HostMemoryPressure:
-    """Finds leases whose own control groups have no room left. `room(pid)` returns a process's remaining room; tests replace it."""
+    """Finds leases whose own control groups have no memory left. `room(pid)` returns how much a process has left."""
 
     def __init__(
         self, room: Callable[[int], Headroom] | None = None, system: Callable[[], Headroom] = system_headroom
@@ -65,7 +65,7 @@ class HostMemoryPressure:
         self._rooms: dict[str, tuple[int, float]] = {}  # by lease: its pid, and when to read its room again
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
-        """Return the leases under memory pressure, or none if the whole machine has no room. `pids` maps leases to processes.
+        """Return the leases that are short of memory, or an empty set if the whole machine is. `pids` maps leases to processes.
 
         Raises OSError or ValueError.
         """
@@ -117,7 +117,7 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 
 @dataclass(frozen=True, slots=True)
 class LoweredProcess:
-    """A process whose adjustment was lowered from `was` to the values `given`. `since` is in clock ticks since boot."""
+    """A process whose out-of-memory adjustment the broker lowered from `was` to each of `given`. `since` is in clock ticks since boot."""
 
     identity: ProcessIdentity
     lease_id: str
@@ -129,7 +129,7 @@ class LoweredProcess:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a newer process of this user can have one of these values only because it inherited it."""
+        """Whether a newer process of this user that has one of these values must have inherited it."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 
@@ -143,7 +143,7 @@ class OomProtection:
         self._swept_s = -math.inf
 
     async def run(self) -> None:
-        """Follow the leases' states until cancelled. The adjustments then remain, because kernels outlive the broker."""
+        """Adjust processes to their leases' states until cancelled. The adjustments then remain, because kernels outlive the broker."""
         self._read()
         seen = -1
         while True:
@@ -239,7 +239,7 @@ class OomProtection:
         replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
-        """Take over an earlier broker's changes. If the record is unreadable, ignore it, since nothing can be undone then."""
+        """Read which processes an earlier broker adjusted. An unreadable record is ignored, since nothing can be undone then."""
         try:
             found = msgspec.json.decode(self._record.read_bytes(), type=list[LoweredProcess])
         except FileNotFoundError:
@@ -254,7 +254,7 @@ class OomProtection:
 
 
 def protect_this_process() -> None:
-    """As far as permitted, let this process and its children run before users' processes and be killed after them."""
+    """As far as permitted, let this process and its children run before users' processes, and be killed after them if memory is short."""
     me = os.getpid()
     with suppress(PermissionError):  # a user's own broker is not permitted to
         os.setpriority(os.PRIO_PROCESS, me, min(_OWN_NICENESS, os.getpriority(os.PRIO_PROCESS, me)))

@@ -92,16 +92,16 @@ class Sampler:
             await self._pause(anything_changed)
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
-        """Wait until the next check. The wait is brief while kernels are active, since one may soon need a ticket."""
+        """Wait until the next check, only briefly while kernels are active, since one may soon need a ticket."""
         cell_runs = any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values())
         if not cell_runs and not await within(_BUSY_INTERVAL_S, anything_changed):
             return
         await asyncio.sleep(_STEP_S)
 
     async def refresh(self) -> None:
-        """Sample for a reader.
+        """Take a new sample for a caller that needs current figures.
 
-        Concurrent requests share a sample, and a pause follows, so that readers cannot keep the broker busy.
+        Concurrent callers share a sample, and samples keep their distance, so that callers cannot keep the broker busy.
         """
         asked_s = time.monotonic()
         async with self._sampling:
@@ -110,7 +110,7 @@ class Sampler:
                 await self._sample_if_possible()
 
     async def _sample_if_possible(self) -> None:
-        """Sample once. If descriptors or memory are short, or /proc is unreadable, wait for the next regular sample."""
+        """Sample once. If descriptors or memory are short, or /proc is unreadable, only log this."""
         self._begun_s = time.monotonic()
         try:
             await self.sample()
@@ -118,11 +118,11 @@ class Sampler:
             log.error("cannot sample the devices and the machine: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
-        """Report changes to the arbiter. If a lease changed state during a reading, drop it, but at most twice in a row.
+        """Read the devices, and report changes to the arbiter. A reading during which a lease changed state is repeated, but at most twice.
 
-        Without that limit, a user who keeps changing a lease would blind the broker. The third reading counts, except for leases that
-        changed during it. Memory that these leases freed counts as a stranger's until the next sample, so that no lease is admitted too
-        early.
+        Without that limit, a user who keeps changing a lease could keep the broker from ever using a reading. The third reading counts,
+        except for leases that changed during it. Memory that these leases freed counts as still in use until the next sample, so that no
+        lease is admitted too early.
         """
         self._report_host_budget()
         for left in reversed(range(_ATTEMPTS)):
@@ -255,7 +255,7 @@ class Sampler:
                 self._broker.survivors.refresh(kernel, mine)
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
-        """Return the leases' use within their reservations. The rest is not covered by a reservation and counts as a stranger's."""
+        """Return the MiB of the device that leases use within their reservations. All other use counts as use without a lease."""
         covered = 0
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
@@ -264,9 +264,9 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Count a cell as idle if it has not used its room for the pool's `max_unused_hold`, until it uses the GPU.
+        """Count a cell that has not used the GPU for the pool's `max_unused_hold` as idle, until it uses the GPU.
 
-        If another kernel has taken the room by then, the cell's use counts as a stranger's until the cell's ticket is served.
+        If another kernel has taken its memory by then, the cell's use counts as use without a lease until the cell's ticket is served.
         """
         cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
         if kernel.iopub is None or kernel.link is None or pool is None:
@@ -355,7 +355,7 @@ class Sampler:
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
 
     def check_stopped(self) -> None:
-        """Find stopped kernels on a device that others wait for. They cannot make room until they continue."""
+        """While kernels wait for a device, find kernels whose process is stopped. They cannot make room until they continue."""
         waited_for = any(
             kernel.requests.waiters or kernel.cell.ticket_by_broker for kernel in self._broker.kernels.values()
         )
@@ -400,7 +400,7 @@ class Sampler:
 
 
 def _is_held_up(kernel: Kernel) -> bool:
-    """Return whether the process is stopped or debugged. Such a process is not stuck, and needs no GPU until it continues."""
+    """Return whether the process is stopped or debugged. Such a process does not hang, and needs no GPU until it continues."""
     try:
         return kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except OSError:  # the process ended, or is unreadable

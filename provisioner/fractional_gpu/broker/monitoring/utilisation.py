@@ -69,7 +69,7 @@ class UtilisationMeter:
 
     @staticmethod
     def read(monitor: Monitor, reading: Reading) -> None:
-        """Read the devices on which cells run. Blocks."""
+        """Read the utilisation of the devices on which cells run. Blocks."""
         for device_id, start_us in {one for cell in reading.cells.values() for one in cell.devices.items()}:
             try:
                 reading.devices[device_id, start_us] = monitor.utilisation(device_id, start_us)
@@ -79,9 +79,9 @@ class UtilisationMeter:
     def evaluate(
         self, reading: Reading, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]
     ) -> dict[str, int]:
-        """Return the utilisation of each lease whose cell still runs, in thousandths.
+        """Return the utilisation of each lease whose cell is still running, in thousandths of a device.
 
-        Call this on the loop, with data of the same sample.
+        Call this on the loop. All arguments must be from the same sample.
         """
         found: dict[str, int] = {}
         for kernel, view in self._broker.views():

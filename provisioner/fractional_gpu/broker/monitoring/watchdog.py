@@ -29,7 +29,7 @@ _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 
 
 async def notify_systemd() -> None:
-    """Tell systemd that the broker serves, and then regularly that its loop runs (`Type=notify`, `WatchdogSec`).
+    """Tell systemd that the broker accepts connections, and then regularly that its loop runs (`Type=notify`, `WatchdogSec`).
 
     Runs until it is cancelled.
     """
@@ -46,7 +46,7 @@ async def notify_systemd() -> None:
 def watchdog(
     limit_ms: int | None, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """Watch the running loop within the block. `limit_ms` is None for no limit. `end` is called with the exit status."""
+    """Watch the event loop within the `with` block. If it is blocked for `limit_ms` (None: any time), call `end(exit_status)`."""
     if limit_ms is None:
         yield
         return

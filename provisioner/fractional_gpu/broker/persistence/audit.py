@@ -84,7 +84,7 @@ class AuditedAction:
 def is_of_another_user(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
     """Return whether an administrator acts on another user's lease.
 
-    A seat's lease counts as another user's unless the peer has its token.
+    A seat's lease counts as another user's unless the peer presents a token.
     """
     if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
         return peer.admin
@@ -152,7 +152,7 @@ class AuditLog:
         self._thread.shutdown()
 
     async def _write_failed(self, act: AuditedAction, outcome: str) -> None:
-        """Write the outcome of a failed action. If that fails, only log it, since the first error matters."""
+        """Write the outcome of a failed action. If that is impossible, only log this, since the action's own error matters more."""
         try:
             await self._write_outcome(act, outcome, f"{act.what} ended ({outcome})")
         except InternalBrokerError as error:

@@ -47,7 +47,7 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 
 
 class LeaseFiles:
-    """Writes one broker's second records, on its loop.
+    """Writes a second copy of one broker's lease and seat records to `folder`. Used on its loop.
 
     `check_above` raises an error if another user could replace a folder above `folder`.
     """
@@ -181,7 +181,7 @@ def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
-    """Remove an ended lease's record. If that fails, the next start will find the record again."""
+    """Remove an ended lease's file. If that fails, a later start of the broker removes it."""
     with suppress(OSError):
         (folder / f"{lease_id}{_LEASE}").unlink()
 

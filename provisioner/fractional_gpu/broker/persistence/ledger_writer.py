@@ -78,7 +78,7 @@ class LedgerWriter:
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
-        """Write soon, after all earlier writes. The future is done when the write is on disk. Failures are logged.
+        """Run `act`, which writes, after all earlier writes. The future is done when the write is on disk. Failures are logged.
 
         With `again`, a failed write (for example on a full disk) is repeated before all later writes. This ends when it succeeds, or when
         it fails although other writes succeed. The future fails at the first failure.
@@ -88,7 +88,7 @@ class LedgerWriter:
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
-        """Write, and return when the write is on disk. Raises LedgerError. Cancellation does not undo the write."""
+        """Run `act`, which writes, and return when the write is on disk. Raises LedgerError. Cancellation does not undo the write."""
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:
@@ -125,7 +125,7 @@ class LedgerWriter:
                 await self.run(partial(prune, *kept_ms))
 
     def _note_size(self) -> None:
-        """Update `over_limit`, and log it once. It stays until the ledger is well below its limit."""
+        """Update `over_limit`, and log it once. Once set, it stays until the ledger is well below its limit."""
         if self.size_bytes > self.limit_bytes and not self.over_limit:
             self.over_limit = (
                 f"the ledger {self.ledger.path} has reached its limit of {format_memory(self.limit_bytes // 2**20)}, so its oldest history "
@@ -214,8 +214,7 @@ class LedgerWriter:
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
         """Do all writes in one transaction, and return their errors. Raises LedgerError if nothing can be written.
 
-        If a write fails, the transaction is tried again without it. Otherwise a failed write that is repeated before all others would make
-        them fail forever.
+        If a write fails, the transaction is tried again without it, so that it does not make the other writes fail, too.
         """
         failures: list[LedgerError | None] = [None] * len(acts)
         first: LedgerError | None = None
@@ -317,7 +316,7 @@ _MOST_MEMBERS: Final = 256  # processes of a kernel that the ledger remembers
 
 
 class LeaseRecords:
-    """The records of one broker's leases. `files` holds the second records, if there are any. All methods run on the broker's loop."""
+    """Writes one broker's lease records to the ledger and, if given, second copies to `files`. All methods run on the broker's loop."""
 
     def __init__(self, broker: "Broker", files: LeaseFiles | None = None) -> None:
         self.files = files
@@ -366,7 +365,7 @@ class LeaseRecords:
     def may_use(self, kernel: Kernel) -> tuple[str, ...]:
         """Return the devices that a resident kernel may use now, which may be none.
 
-        The ledger must contain its reservation on them, and its hard caps must allow what it holds there.
+        The ledger must contain the kernel's reservation, and the driver's memory limit for the kernel must allow it.
         """
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.RESIDENT or view.device_ids != kernel.on_disk.reserved:

@@ -1,7 +1,7 @@
 """The broker as a process. There is one per socket, started by the first program that needs it.
 
-- A file lock next to the socket makes sure that only one broker serves. If two processes start a broker at the same time, one serves and
-  the other uses it.
+- A file lock next to the socket makes sure that a socket has only one broker. If two programs start a broker at the same time, both use
+  the same one.
 - Claims on devices, which are names in the abstract socket namespace, keep brokers of different sockets or users from managing the same
   device.
 - `broker.json` next to the socket tells clients how to start this broker again after a crash.
@@ -71,9 +71,9 @@ def run_broker(options: BrokerOptions) -> int:
 
 
 def run_options(argument: str) -> int:
-    """Serve in a process that another broker or `start_detached` started.
+    """Run a broker in this process, which another broker or `start_detached` started. Return the exit status.
 
-    `argument` is JSON with the options and the descriptor to report to.
+    `argument` is JSON with the options and the file descriptor to which the start or its failure is reported.
     """
     given = json.loads(argument)
     ready_fd = given.pop("ready_fd", None)
@@ -176,7 +176,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
 
 
 def _execute_again(options: BrokerOptions, claim: int, socket: str) -> str:
-    """Restart this broker in the same process, keeping its claim on the socket's name. Return why that failed."""
+    """Restart this broker in the same process, keeping its claim on the socket's name. Return only if this fails, with the reason."""
     environment = dict(os.environ)
     if claim >= 0:
         os.set_inheritable(claim, True)
@@ -225,12 +225,11 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
 def _take_turn(
     lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
 ) -> NameClaim | str | None:
-    """Return the claim on the socket's name if this process should serve, or "" (and tell `ready`) if another broker serves.
+    """Return the claim on the socket's name if this process is to be the broker, or "" (and tell `ready`) if another one is.
 
-    Return None if this process should serve although another user's process holds the claim. Any other string explains why no broker
-    serves. The process that holds the lock or the claim is starting, serving or stopping; once it has stopped, this process serves. A
-    broker that has the claim but not the lock has lost its files. It will restart with its `kept` claim and then needs the lock, so the
-    lock is released.
+    Return None if this process is to be the broker although another user's process holds the claim. Any other string explains why
+    there is no broker. If the holder of the lock or the claim stops in time, this process takes its place. A broker that has the claim
+    but not the lock has lost its files. It will restart with its `kept` claim and then needs the lock, so the lock is released.
     """
     deadline = time.monotonic() + patience_s
     while True:

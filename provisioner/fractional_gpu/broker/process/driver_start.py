@@ -54,7 +54,7 @@ class DriverStart:
         self._pending = True  # the driver has neither started nor refused for good
 
     async def begin(self) -> str:
-        """Make the first attempt and return `off`. Blocks until the driver has started, but at most a minute."""
+        """Try to start the driver, for at most a minute. Return why kernels cannot be suspended yet, or "" if they can."""
         if all(spec.why_not for spec in self._specs.values()):
             self._pending = False
             self.off = next((spec.why_not for spec in self._specs.values()), "no device can be checkpointed")
@@ -75,7 +75,7 @@ class DriverStart:
         await asyncio.Event().wait()  # the broker ends when one of its tasks ends
 
     async def try_checkpoint(self, broker: Broker, swaps: Swaps) -> None:
-        """Run the self-test on NVIDIA devices if the driver works. At startup a kernel waits for it, because it delays the API."""
+        """Run the self-test on NVIDIA devices if the driver works. Its time is limited, because at startup the API waits for it."""
         if self._pending or self.off or broker.monitor.kind != NVIDIA:
             return
         try:
@@ -179,7 +179,7 @@ class DriverStart:
             broker.operations.look_now()  # the driver can answer from now on
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
-        """Set a device's reason. Skip a lost device until it is back, because the event would mark the device as found."""
+        """Record why kernels on the device cannot be suspended, or "". The arbiter hears of it only if the device is not lost."""
         spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
         view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
         if view is None or not view.lost:

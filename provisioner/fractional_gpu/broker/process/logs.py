@@ -21,7 +21,7 @@ _KEPT: Final = 256  # different lines to remember
 
 
 class RepeatFilter(logging.Filter):
-    """Passes `_AT_ONCE` equal lines, and then one a minute with a count. `clock` returns monotonic seconds."""
+    """Lets the first `_AT_ONCE` of equal lines pass, and then one a minute with a count. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

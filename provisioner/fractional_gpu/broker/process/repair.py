@@ -1,10 +1,10 @@
 """Repairs a running broker: if one of its files is gone, the broker writes out its ledger and restarts in the same process.
 
-Cleaners empty runtime folders, and users delete what looks like leftovers. Once a second the broker checks that the names of its files
-still refer to the files that it created. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another
-file (`Ledger.write_out`), and restarts itself with exec. It keeps its claim on the socket's name, so that no second broker starts. It does
-nothing while one of its folders is not private to this user. If the socket's whole folder is gone, a broker without leases or seats ends,
-unless `idle_exit` is "never".
+System services empty runtime folders, and users delete files that look like leftovers. Once a second the broker checks that the names of
+its files still refer to the files that it created. If not, it finishes the suspend or resume that is in progress, writes the deleted
+ledger, which is still open, to another file (`Ledger.write_out`), and restarts itself with exec. It keeps its claim on the socket's name,
+so that no second broker starts. It does nothing while one of its folders is not private to this user. If the socket's whole folder is gone,
+a broker without leases or seats ends, unless `idle_exit` is "never".
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class BrokerLock:
-    """The lock next to the socket, which the socket's current or next broker holds."""
+    """The lock file next to the socket. The socket's broker holds it, or one that is about to start."""
 
     def __init__(self, socket: str) -> None:
         self._path = Path(f"{socket}.lock")
@@ -113,7 +113,7 @@ class Repair:
         return "" if ledger.is_in_place() else f"the ledger {ledger.path}"
 
     async def _prepare(self) -> None:
-        """Make sure that the next start can create the missing files. Raises OSError, LedgerError or BrokerUnavailableError."""
+        """Make sure that the restarted broker can create the missing files. Raises OSError, LedgerError or BrokerUnavailableError."""
         make_socket_folder(str(self._socket))
         ledger = self._writer.ledger
         if not ledger.is_in_place():

@@ -1,9 +1,9 @@
-"""The last resort: brings suspended kernels back without a broker. Holds a broker's lock and claims, and its turn at the worker.
+"""The last resort: resumes suspended kernels without a broker. Meanwhile, it holds the locks and claims that a broker would hold.
 
-As in recovery, the driver's answer decides, and half-done work is undone first. A restore without enough room kills its process, so the
-saved size (from the ledger or the second record) must be free. If the size is unknown, the device must be empty. If the device is unknown,
-all devices must be empty. Kernels that cannot be brought back stay saved. A kernel without a record gets one for the next broker, with the
-smallest fraction that holds its use, or with a whole device if the size is unknown.
+As in recovery, the driver reports the state of each kernel, and half-done work is finished or undone first. A restore without enough room
+kills its process, so the saved size (from the ledger or the second record) must be free. If the size is unknown, the device must be empty.
+If the device is unknown, all devices must be empty. Kernels that cannot be brought back stay saved. A kernel without a record gets one for
+the next broker, with the smallest fraction that holds its use, or with a whole device if the size is unknown.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 class Rescued:
     """What happened to one kernel.
 
-    `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but the next broker has a record.
+    `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but that the next broker will
+    find a record.
     """
 
     lease_id: str
@@ -87,9 +88,9 @@ class _FoundKernel:
 
 
 def rescue(options: BrokerOptions) -> Rescue:
-    """Restore the kernels. Blocks.
+    """Resume the socket's suspended kernels. Blocks.
 
-    Raises ConflictError if a broker serves, and errors of the configuration, the devices and the operating system.
+    Raises ConflictError if a broker is running, and errors of the configuration, the devices and the operating system.
     """
     socket = options.socket or socket_path()
     options = _with_last_options(replace(options, socket=socket))
@@ -152,7 +153,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
 
 
 def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_FoundKernel]:
-    """Find kernels in the ledger, in second records, and by their environment (every user's for root, otherwise our own)."""
+    """Return the kernels in the ledger, in the second records, and among live processes (all users' if root, otherwise our own)."""
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
         _FoundKernel(

@@ -102,7 +102,7 @@ def configuration(
 
 @dataclass(kw_only=True)
 class BrokerRun:
-    """One run of a broker. Once it serves, it calls `serves` and closes `ready`, for which the program that started it waits."""
+    """One run of a broker. Once it accepts connections, it calls `serves` and reports to `ready`, which the starting program reads."""
 
     settings: Settings
     backend: Backend
@@ -123,9 +123,9 @@ class BrokerRun:
     metrics_server: HTTPServer | None = None
 
     async def main(self) -> None:
-        """Serve until SIGTERM, SIGINT, the idle exit, or the deletion of a file.
+        """Run until SIGTERM, SIGINT, the idle exit, or the deletion of one of the broker's files.
 
-        Raises OSError if it cannot start all threads that later work needs.
+        Raises OSError if the broker cannot start all threads that later work needs.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

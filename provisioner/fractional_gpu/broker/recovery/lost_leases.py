@@ -187,7 +187,7 @@ def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
 
 
 def take_records(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
-    """Return the `living_records`, and remove the files of ended leases. Blocks. Raises LedgerError."""
+    """Return the second records of live kernels, and remove the files of ended leases. Blocks. Raises LedgerError."""
     found = living_records(folder, ledger)
     kept = {record.spec.lease_id for record in (*found, *ledger.live_leases())}
     for record in read_lease_files(folder):

@@ -42,7 +42,7 @@ class _FoundLease:
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Bring live and `lost` leases back into the arbiter in their real state. The arbiter must already know pools and devices."""
+    """Tell the arbiter about the ledger's leases and the `lost` ones, in their real states. It must already know pools and devices."""
     begun_s = time.monotonic()
     records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
@@ -127,7 +127,7 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
 
 
 def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-    """Watch the found process, even if its messages cannot be heard. If the process is gone, the kernel has ended."""
+    """Watch the found process, even if its messages cannot be received. If the process is gone, the kernel has ended."""
     try:
         try:
             broker.follow(kernel, identity, connection)
