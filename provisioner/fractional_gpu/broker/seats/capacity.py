@@ -56,7 +56,7 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return the host's remaining capacity in addition to these seats.
+        """Return the capacity that the host has left besides these seats.
 
         The forecast runs in a thread, which cancellation does not stop.
         """

@@ -114,7 +114,7 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the device for one more seat in addition to `seats`, or why the pool is full.
+        """Return the id of the device for one more seat in addition to `seats`, or why the pool is full.
 
         A seat that its engine has already admitted is never refused.
         """
@@ -186,7 +186,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the expected, shortest and longest wait until `position` of these seats end, judging by how long past seats lasted."""
+        """Return the expected, shortest and longest wait until `position` of the `seats` seats end, judging by past seats."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None

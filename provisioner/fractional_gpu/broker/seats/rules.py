@@ -189,7 +189,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool cannot promise another `memory_mib`, or None if it can. A pool never promises more than it can keep."""
+    """Return why the pool may not promise another `memory_mib`, or None if it may. The pool's `oversubscription` is the limit."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000
@@ -205,7 +205,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that `asked` fits in addition to `held`. `earlier` lists leases of an earlier server.
+    """Check that `asked` fits into the seat in addition to `held`. The error names `earlier`, the leases of an earlier server.
 
     Raises ForbiddenError or NoRoomError.
     """
@@ -254,7 +254,7 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
 
 
 class PoolEditor:
-    """Changes keys of `pools` until the broker restarts. `note` returns a pool's warning for administrators, or "".
+    """Changes settings of `pools` until the broker restarts. `note` returns a pool's warning for administrators, or "".
 
     Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would refuse them now.
     """

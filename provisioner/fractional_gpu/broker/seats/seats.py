@@ -280,7 +280,7 @@ class Seats:
                 self._end(waiter.seat, "abandoned")
 
     def _expected(self, waiter: _Waiter, position: int, *, first: bool) -> Span | None:
-        """Return the forecast wait at this position. The first forecast is later compared with the actual wait."""
+        """Return how long a request at this position will probably wait. The first forecast is later compared with the actual wait."""
         pool, seats = waiter.request.pool, len(self._of_pool(waiter.request.pool))
         stated = self.forecasts.expected(pool, position, seats)
         if first and stated is not None:
@@ -291,8 +291,8 @@ class Seats:
     def _serve(self, pool_name: str) -> PoolFull | None:
         """Reserve seats for the queued requests that fit. Return why the first request that remains does not fit.
 
-        A served request leaves the queue before the first await, so that no other request waits until it is written to the ledger. If a
-        limit refuses the first request, it leaves the queue, too. A later request stays, because it may be below its limit when its turn
+        A request that gets a seat leaves the queue at once, so that the others need not wait until the seat is in the ledger. If the first
+        request would exceed a limit, it leaves the queue, too. A later request stays, because it may be below its limit when its turn
         comes.
         """
         pool, hub = self._pool(pool_name)
@@ -364,7 +364,7 @@ class Seats:
         return SeatProgress(kind=ProgressKind.REFUSED, reason=reason, sentence=sentence)
 
     def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
-        """Create the seat, so that no other request gets its room, and start to write it. The server's older seat ends."""
+        """Create the seat, so that no other request gets its room, and start to write it to the ledger. End the server's older seat."""
         request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
         waiter.seat = seat = SeatRecord(
@@ -445,7 +445,7 @@ class Seats:
         return self.status(seat)
 
     def _save_second_record(self, seat: SeatRecord) -> None:
-        """Write a confirmed seat's second record. An unconfirmed seat needs none, because the hub can request another."""
+        """Write a second copy of a confirmed seat's record. An unconfirmed seat needs none, because the hub can request another."""
         if self._broker.records.files is not None and seat.expires_ms is None:
             self._broker.records.files.put(seat)
 

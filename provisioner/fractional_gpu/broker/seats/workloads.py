@@ -35,9 +35,9 @@ _EVERY_S: Final = 2.0
 
 
 class Workloads:
-    """The workloads of `seats`, which maps ids to the current seats. Used on the loop only.
+    """The jobs and pods of `seats`, which maps ids to the current seats. Used on the loop only.
 
-    `gone(seat)` ends a seat, and `changed(seat)` saves a seat whose group has become known.
+    `gone(seat)` ends a seat, and `changed(seat)` saves a seat whose control group has become known.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return a sentence that explains why the seat's kernels might not be suspended when idle, or ""."""
+        """Return why the seat's kernels might not be suspended when idle, or ""."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)
@@ -173,7 +173,7 @@ def _group_of(workload: Workload) -> str:
 
 
 def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
-    """Return the warning, or "" if there is none, or None while the group is unknown."""
+    """Return the seat's warning, "" if there is none, or None while its control group is unknown."""
     try:
         group = _group_of(workload)
         return memory_warning(workload.engine, group, seat.memory_mib) if group else None

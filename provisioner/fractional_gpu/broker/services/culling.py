@@ -27,7 +27,7 @@ End = Callable[[Kernel, str], Awaitable[None]]
 class CullRule:
     """When to end a kernel: after `after_ms` without use, or if saved state fills more than `above_percent` of its host memory budget.
 
-    With `after_ms` None or `above_percent` 100, the condition never holds.
+    `after_ms` None and `above_percent` 100 switch the conditions off.
     """
 
     after_ms: int | None
@@ -36,7 +36,7 @@ class CullRule:
 
 
 def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullRule) -> dict[str, str]:
-    """Map each lease whose kernel should be ended to the reason, the longest idle first."""
+    """Return the leases whose kernels should be ended, with the reasons, the longest idle first."""
     found: dict[str, str] = {}
     holders = [view for view in views if view.state in (LeaseState.SUSPENDED, LeaseState.RESIDENT)]
     kept_mib = sum(view.saved_mib for view in holders)
@@ -57,7 +57,7 @@ def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullR
 
 
 class Culler:
-    """Applies the rule. `end` ends a kernel and its lease, and tells the kernel's successor why."""
+    """Ends kernels to which `rule` applies. `end` ends a kernel and its lease, and tells the kernel's successor why."""
 
     def __init__(self, broker: Broker, rule: CullRule, end: End) -> None:
         self._broker = broker
@@ -72,9 +72,10 @@ class Culler:
                 await asyncio.sleep(period_s)
 
     async def look(self) -> bool:
-        """Warn of the end of kernels. End the first kernel whose warning is over, and return whether there was one.
+        """Warn users whose kernels will be ended. End the first kernel whose warning time is over, and return whether there was one.
 
-        Ending takes time, in which other kernels may be used, so these need another look. If cancelled, signalled processes still end.
+        No second kernel is ended, because it may have been used while the first one was ending. If cancelled, signalled processes still
+        end.
         """
         broker = self._broker
         views = [view for kernel, view in broker.views() if not kernel.busy and not kernel.launch.command]

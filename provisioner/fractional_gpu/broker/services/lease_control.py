@@ -35,7 +35,7 @@ LONGEST_DEADLINE_MS = 7 * 86_400_000
 
 
 async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:
-    """Drain a device, even across restarts. Raises LedgerError.
+    """Drain a device. It stays drained when the broker restarts. Raises LedgerError.
 
     If cancelled, the ledger may record the drain before the arbiter knows about it.
     """
@@ -90,7 +90,7 @@ class LeaseControl:
         return full_lease_status(self._broker, kernel)
 
     async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
-        """Change the lease's size. If it grows, wait for room.
+        """Change the lease's size. If the lease grows, wait for room.
 
         Raises ConflictError if the size cannot change. If cancelled, the size stays unless it has already changed.
         """
@@ -194,7 +194,7 @@ class LeaseControl:
                 self._stay(kernel)
 
     def _stay(self, kernel: Kernel) -> None:
-        """Withdraw the waiting request by requesting the current size, since the arbiter uses only the newest request."""
+        """Withdraw the waiting resize by requesting the current size, since the arbiter uses only the newest request."""
         kernel.requests.resize = None
         self._broker.dispatch(self._size_now(kernel))
         kernel.notify()
@@ -262,7 +262,7 @@ class LeaseControl:
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
-    """Return others' recent mean use of the first lease's only device, if known. `kernels` and ended processes are not counted."""
+    """Return other processes' recent use of the first kernel's device in thousandths, or None. `kernels` are not counted."""
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:
         return None

@@ -53,7 +53,7 @@ class Residency:
     ) -> AsyncGenerator[Progress, None]:
         """Yield why the kernel waits, then `granted` or `refused`.
 
-        Closing the generator withdraws the ticket. With `hold`, it also ends the use.
+        Closing the generator withdraws the ticket. With `hold`, closing it also ends the kernel's use of the GPU.
         """
         broker = self._broker
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
@@ -163,7 +163,7 @@ class Residency:
             await change.wait()
 
     async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
-        """Suspend the kernel and wait for that. Raises ConflictError. Cancellation does not stop a suspend that has begun."""
+        """Suspend the kernel. Return once it is suspended. Raises ConflictError. Cancellation does not stop a suspend that has begun."""
         view = view_of(self._broker, kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return full_lease_status(self._broker, kernel)
@@ -200,7 +200,7 @@ class Residency:
     async def resume(self, kernel: Kernel, *, if_blocked: bool = False) -> LeaseStatus:
         """Bring the kernel back, and return once it is resident. Raises ConflictError. Cancellation withdraws the ticket.
 
-        With `if_blocked`, do so only while the kernel is blocked in a GPU call.
+        With `if_blocked`, do nothing unless the kernel is blocked in a GPU call.
         """
         view = view_of(self._broker, kernel)
         if if_blocked:
@@ -241,7 +241,7 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def _quiet(self, kernel: Kernel, until_s: float) -> None:
-        """Wait until the kernel has been quiet for `_QUIET_S`. JupyterLab's debugger requests the variables after each cell."""
+        """Wait until the kernel has been idle for `_QUIET_S`. After each cell, JupyterLab's debugger makes it busy again."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._broker.sync_busy_state(kernel)
             await kernel.until(lambda: not kernel.busy, left_s)
@@ -320,7 +320,7 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
-    """Return whether this progress should be sent, because it differs enough from what the waiting cell already counts down to."""
+    """Return whether this progress should be sent, because it differs enough from what the waiting cell already shows."""
     if told is None:
         return True
     for name in ("expected_ms", "turn_ms"):
@@ -333,7 +333,7 @@ def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
 
 
 def _look_again_s(told: Progress | None) -> float:
-    """Return when to check on a waiting cell without an event, in seconds. This is the expected end of its wait."""
+    """Return after how many seconds to check a waiting cell if nothing happens before. By then its wait should have ended."""
     if told is None or told.expected_ms is None:
         return _LONGEST_LOOK_S
     return min(_LONGEST_LOOK_S, max(1.0, told.expected_ms / 1000))

@@ -122,7 +122,7 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Tells users of the notice and, with `drains`, drains all devices.
+    """Tells users of a notice that this host will go away and, with `drains`, drains all devices.
 
     `default_ms` is the time left if the notice names no deadline.
     """
@@ -156,7 +156,7 @@ class RevocationNotice:
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
-        """Read the source once and act on it. Raises LedgerError. If cancelled, the next look or the next broker continues."""
+        """Read the source once and act on it. Raises LedgerError. If cancelled, the next call or the next broker continues."""
         try:
             notice = await asyncio.to_thread(self._read, self._source)
         except UnreadableNoticeError as error:
@@ -206,7 +206,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return each device drained for a notice with its earlier `evict_busy`, or with None if it was not drained before."""
+        """Return the devices that were drained for a notice, each with the `evict_busy` of an earlier drain, or None without one."""
         if self._drained is None:
             text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
             try:

@@ -169,7 +169,7 @@ class Viewer:
     def shown(self, stranger: Stranger) -> Stranger:
         """Return what the viewer may see of a process without a lease.
 
-        Other users see only its user's name and its memory. The same holds for seats, because they share uids.
+        Only the owner and administrators see everything. Others, and all seats (which share uids), see the user's name and the memory.
         """
         own = stranger.uid is not None and stranger.uid == self.caller
         if self.seat is None and (own or self.uid is None):

@@ -1,8 +1,8 @@
 """Asks model servers to release GPU memory that a kernel waits for. Later wakes servers that only sleep (`c.GPUBroker.yielders`).
 
 - A server is asked if one of its processes holds memory of the device. The server must also belong to the waiting kernel's user, or
-  `yield_for_everyone` must be set. Its owner is the user who opened the listening socket. A seat's kernels count as no user's here, because
-  containers share uids.
+  `yield_for_everyone` must be set. Its owner is the user who opened the listening socket. For a seat's kernels only `yield_for_everyone`
+  counts, because containers share uids.
 - Servers are not trusted: answers are limited in time and size, redirects are not followed, and no proxy is used. Memory is free when the
   device reports it.
 """
@@ -54,7 +54,7 @@ class _Loaded(Struct):
 
 
 class Yielder:
-    """Asks `server` for memory, for all users' kernels if `everyone` is set. `refresh` samples the devices."""
+    """Asks `server` to release memory, for all users' kernels if `everyone` is set. `refresh` samples the devices."""
 
     def __init__(self, broker: Broker, server: ModelServer, *, everyone: bool, refresh: Refresh) -> None:
         self._broker, self._server, self._everyone, self._refresh = broker, server, everyone, refresh
@@ -76,7 +76,10 @@ class Yielder:
             await within(_PERIOD_S, queue)
 
     async def look(self) -> None:
-        """Ask for memory for the kernels that wait now, or wake the server. If cancelled, a request may already have been sent."""
+        """Ask the server to release memory that kernels wait for, or wake it if none do any more.
+
+        If cancelled, a request may already have been sent.
+        """
         if time.monotonic() >= self._next_s and any(
             self._broker.arbiter.stranger_devices(one) for one in self._broker.kernels
         ):
@@ -92,7 +95,7 @@ class Yielder:
         return self._asked if self._may_ask(kernel, there) else ""
 
     def _use(self, held: Held, device_id: str) -> tuple[int, int]:
-        """Return what these processes used of the device when they were recorded, and what they use now, in MiB."""
+        """Return how many MiB of the device the `held` processes used when they were recorded, and how many they use now."""
         now_mib = {one.pid: one.used_mib for one in self._broker.enforcement.strangers.get(device_id, ())}
         return sum(one.used_mib for one in held[device_id]), sum(now_mib.get(one.pid, 0) for one in held[device_id])
 
@@ -104,7 +107,7 @@ class Yielder:
         return (self._everyone or is_own) and not set(device_ids).isdisjoint(arbiter.stranger_devices(kernel.lease_id))
 
     async def _ask(self) -> None:
-        """If the server may be asked for one of the kernels, ask it, tell the kernels' users, and look for what it releases."""
+        """Ask the server to release memory, if it may be asked for one of the kernels. Tell their users, and measure the effect."""
         server, strangers, self._asked = self._server, dict(self._broker.enforcement.strangers), ""
         self._uids, self._held = await asyncio.to_thread(_holdings, server, strangers)
         if not any(self._may_ask(kernel, self._held) for kernel in self._broker.kernels.values()):
@@ -156,7 +159,7 @@ class Yielder:
 
 
 async def _loaded(server: ModelServer) -> list[str]:
-    """Return the names of the loaded models, "" for all models, or an empty list if the server sleeps.
+    """Return the names of the loaded models ("" stands for all models). The list is empty if the server sleeps.
 
     Raises ConnectionError with a message that explains what went wrong.
     """
@@ -170,7 +173,7 @@ async def _loaded(server: ModelServer) -> list[str]:
 
 
 async def _fetch(server: ModelServer, path: str, body: str | None = None) -> bytes:
-    """GET the path, or POST a body. Once begun, a request ends only by its timeout.
+    """Send a GET request, or a POST request if there is a body. Cancellation does not stop the request, but a timeout does.
 
     Raises ConnectionError with a message that explains what went wrong.
     """

@@ -45,7 +45,7 @@ _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 @dataclass(slots=True)
 class _StrangerToEnd:
-    """A process without a lease that is to end.
+    """A process without a lease that will be ended.
 
     Holds when it was first seen, whether it got SIGTERM, and whether the broker's user may signal it.
     """
@@ -67,7 +67,7 @@ class Enforcement:
     def see(
         self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner], processes: Snapshot | None
     ) -> None:
-        """Evaluate a sample, given each device's use and each process's lease.
+        """Evaluate a sample: each device's use, and the lease that owns each process.
 
         `processes` is None if only kernels themselves use a device.
         """
@@ -194,7 +194,7 @@ class ContextLearner:
             self._learn(kernel, kernel.checkpoint.homes, kernel.checkpoint.sizes[kernel.identity])
 
     def breached(self, kernel: Kernel) -> None:
-        """Have a kernel that is over its cap report its frameworks' memory as soon as it is idle. Returns at once."""
+        """Ask a kernel that exceeds its memory cap how much memory its frameworks hold, once it is idle. Returns at once."""
         if kernel.lease_id not in self._asking:
             task = asyncio.get_running_loop().create_task(self._ask(kernel))
             self._asking[kernel.lease_id] = task
@@ -207,7 +207,7 @@ class ContextLearner:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def _ask(self, kernel: Kernel) -> None:
-        """Have the kernel free its caches once it is idle, then compare the figures. This can be cancelled at any moment."""
+        """Once the kernel is idle, let it free its caches, and compare its figures with the device's. Safe to cancel."""
         while True:
             change = kernel.change()
             if kernel.busy:
@@ -235,7 +235,7 @@ class ContextLearner:
         return device_ids == self._broker.records.may_use(kernel)
 
     def _learn(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
-        """Learn from the memory of the kernel's own process on its only device. If it has several, the division among them is unknown."""
+        """Learn the size of the context of a kernel with one device. For several devices, the division among them is unknown."""
         reserved_mib = kernel.link.reserved_mib if kernel.link is not None else None
         view = self._broker.arbiter.lease(kernel.lease_id)
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None
@@ -310,9 +310,9 @@ class GpuActivity:
                 await asyncio.sleep(_SHORTEST_S)
 
     async def is_quiet(self, kernel: Kernel) -> bool:
-        """Return whether no device saw the lease work for `UNANSWERED_QUIET_S`.
+        """Return whether the kernel's processes have done no work on its devices for `UNANSWERED_QUIET_S`.
 
-        If the devices report nothing, the lease counts as quiet. If a device cannot be read, it does not.
+        A kernel whose devices do not report this counts as quiet. A kernel with a device that cannot be read does not.
         """
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
@@ -377,7 +377,7 @@ class GpuActivity:
     def _read(
         self, device_ids: list[str], since_us: int, known: Collection[int]
     ) -> tuple[dict[str, DeviceActivity], Snapshot | None]:
-        """Read the counters. Scan /proc if a process that is not itself a kernel worked. Blocks."""
+        """Read when processes last worked on the devices. Scan /proc if any of them is not itself a kernel. Blocks."""
         found: dict[str, DeviceActivity] = {}
         for device_id in device_ids:
             try:

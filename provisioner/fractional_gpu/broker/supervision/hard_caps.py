@@ -36,7 +36,7 @@ Key = tuple[str, str]
 
 
 class HardCaps:
-    """The limits of control groups that the driver enforces.
+    """The memory limits that the driver enforces on control groups.
 
     `why_not` is a sentence that explains why the driver caps no kernel. If it is "", the driver caps kernels in limited groups.
     """
@@ -64,7 +64,7 @@ class HardCaps:
         log.info("memory limits by the driver: %s", result.why_not or "they work")
 
     async def recall(self) -> None:
-        """Take over the limits of an earlier broker, if it set any for running kernels."""
+        """Read the limits that an earlier broker set for running kernels, and keep them."""
         for kernel, _ in self._broker.views():
             await self._look(kernel)
 
@@ -85,7 +85,7 @@ class HardCaps:
                 self._set[group.path, device_id] = limit.hard_mib
 
     def allows(self, kernel: Kernel) -> bool:
-        """Return whether the kernel's limits allow everything that its group holds on its devices."""
+        """Return whether the driver's limits allow all memory that the kernel's control group may hold on its devices."""
         return self.why_not != "" or self._is_raised(kernel, self._wanted())
 
     def _is_raised(self, kernel: Kernel, wanted: Mapping[Key, int]) -> bool:
@@ -121,7 +121,7 @@ class HardCaps:
         )
 
     async def run(self) -> None:
-        """Follow the arbiter's decisions, and open the gates of kernels whose limit was raised."""
+        """Keep the limits up to date until cancelled, and let cells run once the limit of their kernel was raised."""
         while True:
             changed = self._broker.anything_changed
             wanted = self._wanted() if not self.why_not else {}

@@ -4,7 +4,7 @@
   no longer count it. The driver frees memory only after a process has ended. If it is unknown, the room is not free.
 - While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts for its owner, and is resumed if
   it was suspended. A new kernel of the lease takes it over. Processes that end together with their kernel have `_MOMENT_S` to do so.
-- Memory that a device charges to no process but still counts after `FREED_S` counts as a stranger's.
+- Memory that a device charges to no process but still counts after `FREED_S` counts as used without a lease.
 - `after_kernel: "end"` ends what remains, but only processes that were seen in the tree and whose identity and user match.
 """
 
@@ -116,9 +116,9 @@ class Survivors:
         self._ends: set[asyncio.Task[None]] = set()
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Give away the room of a kernel whose process ended or was replaced, once the devices have freed its memory.
+        """Start to free the reservation of a kernel whose process ended or was replaced.
 
-        The process is no longer followed.
+        The reservation is free once no device counts the kernel's memory any more. The process is no longer followed.
         """
         if not kernel.ending.survivors:
             kernel.ending.root = root
@@ -217,7 +217,7 @@ class Survivors:
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
-        """Count device memory that was not freed as a stranger's.
+        """Count device memory that was not freed as used without a lease.
 
         Returns once the arbiter knows about it, because the room may be given away only then.
         """
@@ -232,7 +232,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return the MiB still counted for processes that ended long ago. While no kernel is ending, record the usual level."""
+        """Return the MiB that the device still counts for ended processes. While no kernel is ending, record the usual figure."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -248,7 +248,7 @@ class Survivors:
         self.sampled = asyncio.Event()
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """Let these processes keep the lease. Return False if the first has ended. Raises OSError if it cannot be watched."""
+        """Let these processes keep the lease, and watch the first. Return False if it has ended. Raises OSError if it cannot be watched."""
         first = left[0].identity
         try:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
@@ -267,7 +267,7 @@ class Survivors:
         return True
 
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
-        """Evaluate a sample, given as MiB by pid. Look again if a different set of an ended kernel's processes has memory."""
+        """Update the memory of an ended kernel's processes. If other processes hold memory now, search for them again."""
         view = self._view(kernel)
         if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return
@@ -291,7 +291,7 @@ class Survivors:
             self._broker.exited(kernel)
 
     async def end(self, kernel: Kernel) -> None:
-        """End the kernel's last processes, and return when its room is free. Raises ConflictError. If cancelled, they still end."""
+        """End the kernel's last processes, and return when its room is free. Raises ConflictError. If cancelled, they end all the same."""
         await self.settled(kernel)
         if not kernel.ending.survivors:
             raise ConflictError(
@@ -410,7 +410,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """One group's counter. Kills that are `accounted` for are old, or explain the end of a kernel."""
+    """How many processes of one control group the system killed for lack of memory. `accounted` of them are old or explained."""
 
     limited_by: str
     accounted: int
@@ -434,7 +434,7 @@ class OomKills:
             log.debug("cannot read the out-of-memory counter of process %d: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
-        """Record which kernels are alive, by pid, and which kills are too old to explain an end."""
+        """Count kills in the control groups of these live kernels, and mark those that are too old to explain the end of a kernel."""
         self._files = {pid: file for pid, file in self._files.items() if pid in pids}
         for pid in set(pids) - self._files.keys():
             self.follow(pid, now_s)

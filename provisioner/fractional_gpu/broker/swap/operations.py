@@ -65,7 +65,7 @@ class Operations:
         self._look_now = asyncio.Event()
 
     def device_returned(self) -> None:
-        """Run the next operation with a new worker, and look at every quarantined lease."""
+        """Let the next operation start a new worker, and examine every quarantined lease again."""
         self._swaps.worker.renew()
         self.look_now()
 
@@ -173,7 +173,7 @@ class Operations:
             )
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Look until the state is known or the lease changes its state. A failed process is reported once, and looked at again."""
+        """Examine the lease until its state is known or changes. If a process has failed, report this once, and continue."""
         reported = ""
         for attempt in count():
             await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)
@@ -210,7 +210,7 @@ class Operations:
             reported = truth.sentence
 
     async def _write_down(self, kernel: Kernel, phase: str) -> None:
-        """Record the lease and what will be saved. Raises LedgerError, in which case the phase must not start."""
+        """Write the lease and what will be saved to the ledger. If this raises LedgerError, the phase must not start."""
         log.debug("lease %s: %s", kernel.lease_id[:8], phase)
         await self._broker.records.write(kernel)
 

@@ -110,7 +110,7 @@ def _check_idle(kernel: Kernel) -> None:
 
 
 class Suspension:
-    """Suspends kernels with the checkpoint worker. Without `is_quiet`, every kernel counts as quiet."""
+    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel has done no work; None counts as yes."""
 
     def __init__(
         self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, check: CheckpointCheck | None
@@ -126,7 +126,8 @@ class Suspension:
     ) -> Suspended:
         """Suspend the kernel. Return the outcome, the MiB saved (or needed, if too little was reserved), and a sentence.
 
-        Calls `reserve` if the effect reserves too little host memory. Cancel this only when the broker ends, because locks may stay behind.
+        Calls `reserve` if the effect reserves too little host memory. Cancel this only when the broker ends, because processes may stay
+        locked.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
@@ -187,10 +188,10 @@ class Suspension:
         return use
 
     async def _close_gate(self, kernel: Kernel) -> Gate:
-        """Have our extension keep cells out from now on. Raises StepError if a cell is running.
+        """Tell our extension to keep cells waiting from now on. Raises StepError if a cell is running.
 
-        If the gate does not answer in time, the kernel is treated as one without our extension once the devices' counters have been quiet
-        for a while. The messages of a kernel whose Python cannot run (because an extension module holds the GIL) make it look idle.
+        If the extension does not answer in time, the kernel is treated as one without our extension once the devices' counters have been
+        quiet for a while. The messages of a kernel whose Python cannot run (because an extension module holds the GIL) make it look idle.
         """
         await kernel.until_linked(self._times.gate_s)  # it may not have come back yet after a broker's start
         link = kernel.link
@@ -215,7 +216,7 @@ class Suspension:
         return Gate(shut=link is not None and link.was_read())
 
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """If the kernel has an extension, make the next cell ask before it runs. Continues even if the kernel is busy.
+        """Tell the kernel's extension, if any, to let no further cell run without a grant. Does not wait for a running cell.
 
         An extension that does not answer (because the cell may hold the interpreter) obeys later. Until then a running cell blocks in CUDA.
         Raises StepError if the kernel should be between two cells, but is running a cell in another of its shells.
@@ -232,7 +233,7 @@ class Suspension:
         return Gate(shut=True, answers=bool(word))
 
     async def _comes_between_cells(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel's cell ends soon. The gate is shut, so no later cell can create a context."""
+        """Wait briefly for a busy kernel's cell to end, and return whether it did. Later cells are kept waiting."""
         until_s = time.monotonic() + _BETWEEN_CELLS_S
         while time.monotonic() < until_s and kernel.link is not None:
             if kernel.requests.waiters > 0 or not kernel.in_use:
@@ -246,7 +247,7 @@ class Suspension:
     ) -> tuple[StepError | None, HostSnapshot]:
         """Return the obstacle to saving, if any, and a snapshot. Raises GPUError.
 
-        /proc is read while the kernel shrinks, and the devices are read afterwards.
+        /proc is read while the kernel frees cached memory, and the devices are read afterwards.
         """
         device_ids = kernel.measurement.devices_to_read(effect.device_ids)
         if not shrinks:
@@ -276,7 +277,7 @@ class Suspension:
     async def _lock_all(
         self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
     ) -> set[ProcessIdentity]:
-        """Lock the processes, adding each to `locked` first. Return the processes that the driver lists but does not know."""
+        """Lock the processes, adding each to `locked` first. Return those that turn out to have no context, and so are not locked."""
         empty = set()
         for identity in use:
             locked.append(identity)
@@ -333,7 +334,7 @@ class Suspension:
     async def _roll_back(
         self, locked: Sequence[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
     ) -> Suspended:
-        """Unlock the processes and return the outcome. Return UNKNOWN (quarantine) if a process may stay locked."""
+        """Unlock the processes and return the outcome, which is UNKNOWN if a process may still be locked."""
         # In reverse order of locking, so that the way back passes through the same states.
         for identity in reversed(locked):
             try:

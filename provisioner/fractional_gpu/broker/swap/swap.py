@@ -44,7 +44,7 @@ class Truth:
 
 
 class Swaps:
-    """Runs one operation at a time with the checkpoint worker. `off` explains why it cannot.
+    """Runs one operation at a time with the checkpoint worker. `off` explains why no operation is possible, or is "".
 
     `overhead_mib` of each device is kept free of leases, and restores leave this margin. `check` returns whether a kernel can be
     checkpointed.
@@ -71,13 +71,13 @@ class Swaps:
         """Set the callbacks for all kernels.
 
         `roots` returns the processes of all kernels, since a kernel that another kernel started has its own lease. Without `is_quiet`,
-        every kernel counts as quiet.
+        every kernel counts as having done no work.
         """
         self.inspector.roots = roots
         self._suspension.is_quiet = is_quiet
 
     async def glance(self) -> None:
-        """Scan the processes for the next `resume`. If this fails, the resume scans again and reports the error."""
+        """Scan the machine's processes ahead of the next `resume`. If this fails, the resume scans again and reports the error."""
         with suppress(GPUError):
             await self.inspector.scan_processes()
 
@@ -188,7 +188,7 @@ class Swaps:
     async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
-        """Return the real state, or None if it is unknown. Half-done work is finished or undone if this is safe.
+        """Return the kernel's real state, or None if it is unknown. Half-done work is finished or undone if this is safe.
 
         The arguments come from the lease's record.
         """
@@ -291,8 +291,8 @@ def _rest_mib(
 ) -> int:
     """Return the MiB that the saved processes of a half-saved tree need, or 0 if unknown.
 
-    A later broker knows only the sum. It subtracts locked processes, which have not changed, but not running processes, which may have
-    grown.
+    A later broker knows only the sum. The memory of locked processes is subtracted from it, because it has not changed. The memory of
+    running processes is not, because it may have grown.
     """
     if kernel.checkpoint.sizes:
         saved = [
