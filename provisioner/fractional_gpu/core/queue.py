@@ -207,13 +207,13 @@ class QueuePass:
 
         The first case that applies is used:
 
-        1. If the lease is moving to devices where room is kept for it, resume the lease there or cancel the move.
-        2. If the lease's user or group is at its limit, suspend idle leases of the same user, provided that the ticket then fits.
-        3. If the lease must pause after a failed resume, or a similar ticket with no greater need found no room, the ticket waits.
+        1. If the kernel is moving to devices where room is kept for it, resume it there or cancel the move.
+        2. If the kernel's user or group is at its limit, suspend idle leases of the same user, provided that the ticket then fits.
+        3. If the kernel must pause after a failed resume, or a similar ticket with no greater need found no room, the ticket waits.
         4. If the ticket fits, serve it.
         5. If no suspend or resume can begin, the ticket waits for a swap channel.
         6. If the ticket fits once other leases leave, suspend idle leases, preempt busy ones, or move a busy one elsewhere.
-        7. If the lease wants to grow and is idle, move it to a device where it can.
+        7. If the kernel wants to grow and is idle, move it to a device where it can.
         8. Otherwise the ticket waits, and busy leases are asked to yield at the end of their cells.
 
         In cases 3, 5, 6 and 8, room is kept for a ticket that was passed over K times. In case 5, the first few tickets still get a plan
@@ -367,8 +367,7 @@ class QueuePass:
         self._set_wait(lease, ticket, wait)
 
     def _may_begin(self, victim: Lease) -> bool:
-        """Return whether a planned suspend can begin now. An earlier suspend may reserve more host memory than it needs until it has ended.
-        """
+        """Return whether a planned suspend can begin now. An earlier suspend may have reserved more host memory than it needs."""
         return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
     def _begin_suspend(self, victim: Lease, lease: Lease, why: tuple[str, str]) -> None:
