@@ -92,7 +92,7 @@ class Acquirer:
         self._ticket: _Ticket | None = None
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
-        """Wait until the gate is open, and register `mark` as running in the same step. If `line` is None, show nothing.
+        """Wait until the gate is open, and register the cell `mark` as running in the same step. If `line` is None, show nothing.
 
         Raises RefusedError or KeyboardInterrupt. After an interrupt, the caller must remove `mark`, because it may be registered.
         """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """A running cell: its thread, and the marks of the cell and its outer cells. There are no marks if it does not use the GPU."""
+    """A running cell: its thread, and the marks that count it and its outer cells as running. A cell without the GPU has no marks."""
 
     marks: tuple[object, ...]
     thread_id: int

@@ -59,7 +59,7 @@ class LiveLine:
         self._shown: str | None = None
 
     def show(self, text: str, wait: Bundle | None = None) -> None:
-        """Show a text. `wait` is the machine-readable form of a wait, which is sent with it."""
+        """Show a text. If the text is about a wait, `wait` is sent with it as the machine-readable form."""
         if text != self._shown:
             update, self._shown = self._shown is not None, text
             publish(self._shell, Sentence(text, wait), display_id=self._display_id, update=update)

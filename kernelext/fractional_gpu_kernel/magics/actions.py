@@ -86,7 +86,7 @@ class Resizer:
             self._limits.refresh()
 
     def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
-        """Hold at least the share that `text` requests until `end` is called with this mark. Raises RefusedError or KeyboardInterrupt."""
+        """Hold at least the share that `text` requests until `end` gets the same `mark`. Raises RefusedError or KeyboardInterrupt."""
         try:
             arguments = parse_burst(text)
             milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)

@@ -31,7 +31,7 @@ _NO_RIGHTS: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class LimitTrial:
-    """`why_not` says why the driver enforces no limits, or is "". With `is_told`, a process sees its group's limit as the device's size."""
+    """`why_not` says why the driver enforces no limits, or is "". `is_told` is set if a process sees its limit as the device's size."""
 
     why_not: str = ""
     is_told: bool = False

@@ -54,7 +54,7 @@ def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
 
 
 def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
-    """Identify a process by our pid for it, even if /proc shows the pids of an outer namespace, as after a mere `unshare --pid`.
+    """Identify the process with this pid in our namespace, even if /proc shows the pids of an outer namespace (`unshare --pid`).
 
     `identify` is called with the pid that /proc shows. Its errors are raised.
     """

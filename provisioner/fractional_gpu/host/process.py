@@ -338,7 +338,7 @@ class Snapshot:
         return self._by_pid[pid].marker if pid in self._by_pid else None
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
-        """Return the marked processes by the value of the marker, oldest first. If `uid` is given, return only those of this user."""
+        """Return the processes by the value of their marker variable, oldest first. If `uid` is given, return only those of this user."""
         return {
             value: sorted(
                 (process.identity for process in members), key=lambda identity: (identity.start_time, identity.pid)

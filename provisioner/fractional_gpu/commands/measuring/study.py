@@ -243,7 +243,7 @@ def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
 
 
 def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline and, for each number of extra copies, the largest offered share with which all of them fit.
+    """Return the baseline and, for each number of extra copies, the largest offered share with which all copies fit on a device.
 
     Raises ValueError if no share on offer is small enough.
     """

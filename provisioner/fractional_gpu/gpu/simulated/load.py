@@ -181,7 +181,7 @@ def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
 
 
 def common_stretch(wants_milli: list[int]) -> float:
-    """Use bisection to find the factor k by which the pieces on a device slow each other down."""
+    """Return the factor k by which the pieces on a device slow each other down. It is found by bisection."""
     low, high = 1.0, max(1.0, len(wants_milli))
     if sum(wants_milli) <= WHOLE:
         return low
