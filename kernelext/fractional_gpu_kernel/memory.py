@@ -82,7 +82,7 @@ class ImportHooks:
 
 
 class Call(NamedTuple):
-    """A function whose calls are reported. It exists after `package` has been imported, and callers find it in `modules`.
+    """A function whose calls are reported. After an import of `package`, it is an attribute of each of the `modules`.
 
     `function` may be `Class.method`. `applies` returns whether a call with these arguments counts; None means that every call counts.
     """

@@ -388,7 +388,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             await asyncio.sleep(_STOP_POLL_S)
 
     def clear_state(self) -> None:
-        """Forget the job."""
+        """Clear the state, including what is known about the job."""
         super().clear_state()
         self._gpu_begun, self._gpu_host = False, ""
 

@@ -25,7 +25,7 @@ _EXAMPLE = "{'user': '*', 'limit': '40 GPU hours', 'per': 'month'}"
 
 
 def parse_budgets(value: object) -> tuple[Budget, ...]:
-    """Check the budgets and return them. Raises ValueError."""
+    """Parse and check the configured budgets. Raises ValueError."""
     if not isinstance(value, list | tuple) or len(value) > _MOST:
         raise ValueError(f"expected a list of at most {_MOST} budgets, such as [{_EXAMPLE}]")
     budgets: list[Budget] = []
@@ -130,7 +130,7 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 
 
 def over_budget(value: object) -> tuple[Consequence, ...]:
-    """Return what happens when a budget is used up. Raises ValueError with a message that says what is allowed."""
+    """Parse the setting for what happens when a budget is used up. Raises ValueError with a message that says what is allowed."""
     allowed = (
         "expected 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
         "'when-free, no-new-seats'"

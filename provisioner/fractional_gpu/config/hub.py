@@ -122,7 +122,7 @@ def price(value: object) -> Price | None:
 
 
 def price_bands(value: object) -> tuple[PriceBand, ...]:
-    """Return the prices for times of the week."""
+    """Parse the prices for times of the week."""
     allowed = "expected prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, starting and ending on a quarter of an hour"
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)

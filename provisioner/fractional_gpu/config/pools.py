@@ -361,7 +361,7 @@ POOL_KEYS = settings_of(Pool)
 
 
 def parse_pools(value: object) -> tuple[Pool, ...]:
-    """Check the pools and return them. Raises ValueError."""
+    """Parse and check the configured pools. Raises ValueError."""
     if not isinstance(value, Mapping) or not value:
         raise ValueError("expected at least one pool, such as {'default': {}}")
     found = []

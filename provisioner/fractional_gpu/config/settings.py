@@ -301,14 +301,14 @@ class Settings(HasTraits):
             raise config_error(self.where("admin_group"), self.admin_group, problem) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
-        """Return how much host memory suspended state may use on a machine with `total_mib`. It is at most `total_mib`."""
+        """Return how much host memory suspended state may use on a machine with `total_mib`. The result is at most `total_mib`."""
         amount, is_share = self.host_memory
         return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
     def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
         """Return the device memory in MiB that no lease may have.
 
-        It covers the driver's own memory and the margin that the largest restore leaves free.
+        This is the driver's own memory and the margin that must stay free when the largest kernel is restored.
         """
         if self.device_overhead is not None:
             return self.device_overhead

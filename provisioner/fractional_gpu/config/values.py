@@ -99,7 +99,7 @@ class Setting(TraitType[G, Any]):
         self.parse, self.example, self.to = parse, example, to.split()
 
     def validate(self, obj: object, value: object) -> G:  # noqa: ARG002 - traitlets' own
-        """Return the parsed value. Raises ValueError."""
+        """Parse the configured value. Raises ValueError."""
         return self.parse(value)
 
 
@@ -109,7 +109,7 @@ def settings_of(kind: type) -> dict[str, "Setting[Any]"]:
 
 
 def duration(*, least_ms: int = 0) -> Callable[[object], int]:
-    """Return a parser of durations in milliseconds."""
+    """Return a parser that converts a duration such as `30s` to milliseconds."""
 
     def parse(value: object) -> int:
         if not isinstance(value, (str, int)):
@@ -137,16 +137,16 @@ def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | N
 
 
 def idle_after(value: object) -> tuple[int | None, bool]:
-    """Return the delay in ms, and whether the arbiter chooses the delay.
+    """Return the idle time in ms after which a kernel is suspended, and whether the arbiter chooses it.
 
-    If the delay is None, kernels are suspended only when room is needed.
+    If the time is None, kernels are suspended only when room is needed.
     """
     found = or_word("auto", or_word("on-demand", duration()))(value)
     return found, value == "auto"
 
 
 def memory(value: object) -> int:
-    """Return a size in MiB. Zero is allowed."""
+    """Convert a size such as `20GiB` to MiB. Zero is allowed."""
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise ValueError("expected a size such as '300MiB', '20GiB' or 0")
     if _ZERO.fullmatch(str(value)[:_LONGEST_TEXT]):
@@ -155,7 +155,7 @@ def memory(value: object) -> int:
 
 
 def host_memory(value: object) -> tuple[int, bool]:
-    """Return (thousandths of the host's memory, True) from a percentage, or (MiB, False) from a size."""
+    """Convert a percentage to (thousandths of the host's memory, True), or a size to (MiB, False)."""
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         try:
@@ -169,7 +169,7 @@ def host_memory(value: object) -> tuple[int, bool]:
 
 
 def fraction(value: object) -> int:
-    """Return a fraction in milli-GPU."""
+    """Convert a fraction such as `1/4` to milli-GPU."""
     if not isinstance(value, (str, int, float)):
         raise ValueError("expected a fraction such as '1/4', 0.25 or '250m'")
     return parse_fraction_milli(value)
@@ -185,7 +185,7 @@ def fractions(value: object) -> tuple[int, ...]:
 
 
 def share(value: object) -> int:
-    """Return a percentage in thousandths."""
+    """Convert a percentage such as `10%` to thousandths."""
     match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
     milli = int(Fraction(match[1]) * 10) if match is not None else 0
     if not 1 <= milli <= 1000:
@@ -194,7 +194,7 @@ def share(value: object) -> int:
 
 
 def number(least: int, most: int) -> Callable[[object], int]:
-    """Return a parser of numbers in this range that returns thousandths."""
+    """Return a parser that converts a number in this range to thousandths."""
 
     def parse(value: object) -> int:
         milli = _thousandths(value)
@@ -209,14 +209,14 @@ hourly_price = number(0, 1_000_000)
 
 
 def _thousandths(value: object) -> int | None:
-    """Return a plain non-negative number in thousandths, or None for anything else."""
+    """Convert a non-negative number to thousandths. Return None for any other value."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not _NUMBER.fullmatch(str(value)):
         return None
     return int(Fraction(str(value)) * 1000)
 
 
 def limits(value: object) -> Limits:
-    """Return the limits of a user or a group."""
+    """Parse the limits of a user or a group."""
     allowed = "expected a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with any of these keys"
     if not isinstance(value, Mapping):
         raise ValueError(allowed)
@@ -242,7 +242,7 @@ def _limit(name: str, raw: object) -> int:
 
 
 def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
-    """Return each group's limits, sorted by its name."""
+    """Parse the limits of each group, and sort them by the group's name."""
     allowed = "expected a dictionary such as {'students': {'leases': 60, 'resident': 2}}"
     if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
         raise ValueError(f"{allowed}, of at most {_MOST_GROUPS} groups")
@@ -282,7 +282,7 @@ def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
 
 
 def boolean(value: object) -> bool:
-    """Return a bool. 0, 1 and strings are refused."""
+    """Return the value, which must be True or False. 0, 1 and strings are refused."""
     if not isinstance(value, bool):
         raise ValueError("expected True or False")
     return value
@@ -390,7 +390,7 @@ def notice_source(value: object) -> Path | str | None:
 
 
 def file_size(value: object) -> int:
-    """Return the size in MiB, at least 1."""
+    """Convert the size of a file to MiB, at least 1."""
     mib = memory(value)
     if not 1 <= mib <= _MOST_FILE_MIB:
         raise ValueError("expected a size from 1MiB to 1TiB")

@@ -17,7 +17,7 @@ _MOST = 10_000  # cached uids; a user may have 65,536
 
 
 class Accounts:
-    """Maps uids to accounts. `file` lists the subordinate uids. It is not thread-safe, so use it on the broker's event loop."""
+    """Maps uids to accounts. `file` lists the subordinate uids. The class is not thread-safe, so use it on the broker's event loop."""
 
     def __init__(
         self, file: Path = Path("/etc/subuid"), unknown: int | None = None, now: Callable[[], float] = time.monotonic

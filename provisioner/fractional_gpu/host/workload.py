@@ -100,7 +100,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Return whether this process serves the whole host and not its own pod, as process 1 is in another control group. Raises OSError."""
+    """Return whether this process serves the whole host, because process 1 is not in the same control group (pod). Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 

@@ -208,7 +208,7 @@ def tool_names() -> list[str]:
 def middleware() -> Any:  # noqa: ANN401 - fastmcp's
     """Return the middleware that marks the tools that only read and gives each tool its schema.
 
-    It is for the entry point `jupyter_server_mcp.middleware`.
+    jupyter-server-mcp calls this function through the entry point `jupyter_server_mcp.middleware`.
     """
     from fastmcp.server.middleware import Middleware  # noqa: PLC0415 - as above
     from mcp.types import ToolAnnotations  # noqa: PLC0415 - as above

@@ -300,7 +300,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
-        """Adopt the process of the record. Raises ProcessGoneError."""
+        """Take over the process and the lease that the record describes. Raises ProcessGoneError."""
         if (identity := info.get("gpu_process")) is not None:
             self.process = AdoptedProcess(identity)
         self._ports.adopt(self.connection_info)

@@ -101,7 +101,7 @@ def _items(value: dict[str, object] | list[object] | msgspec.Struct) -> Iterable
 
 
 def decode_json(text: bytes) -> object:
-    """Decode a reply's JSON. Raises InternalBrokerError for anything else."""
+    """Decode a reply's JSON. Raises InternalBrokerError if the text is not JSON."""
     try:
         decoded: object = msgspec.json.decode(text)
     except _NOT_JSON:

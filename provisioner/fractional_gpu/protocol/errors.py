@@ -32,7 +32,7 @@ class UnauthorizedError(FractionalGPUError):
 
 
 class ForbiddenError(FractionalGPUError):
-    """The peer may not do this."""
+    """The caller has no permission for this request."""
 
     code = "forbidden"
     status = 403
@@ -97,7 +97,7 @@ _BY_CODE = {kind.code: kind for kind in FractionalGPUError.__subclasses__()}
 def error_from_reply(payload: object, status: int) -> FractionalGPUError:
     """Rebuild the error from a reply's JSON, `{"error": {"code", "reason", "message"}}`.
 
-    Return an InternalBrokerError for anything else.
+    Return an InternalBrokerError if the reply has another form.
     """
     error = payload.get("error") if isinstance(payload, dict) else None
     if not isinstance(error, dict):

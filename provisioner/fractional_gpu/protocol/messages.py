@@ -101,7 +101,7 @@ class Done(Struct, frozen=True, kw_only=True):
 
 
 class PinRequest(Struct, frozen=True, kw_only=True):
-    """Keep the lease resident for this long, starting now."""
+    """A request to keep the lease resident for this long, starting now."""
 
     duration_ms: int
 
@@ -130,7 +130,7 @@ class ResizeRequest(Struct, frozen=True, kw_only=True):
 
 
 class MoveRequest(Struct, frozen=True, kw_only=True):
-    """Move an idle kernel to another device of its pool.
+    """A request to move an idle kernel to another device of its pool.
 
     The device is named by its id, the beginning of its id, or its number. None stands for any other device.
     """
@@ -139,14 +139,14 @@ class MoveRequest(Struct, frozen=True, kw_only=True):
 
 
 class EvictRequest(Struct, frozen=True, kw_only=True):
-    """End the kernel's processes and its lease. All its variables are lost, so the broker refuses the request without `confirm`."""
+    """A request to end a kernel and its lease. The kernel's variables are lost, so the broker refuses the request without `confirm`."""
 
     confirm: bool = False
     why: str = ""  # a text for the kernel's user, shown by the next kernel
 
 
 class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Empty a device.
+    """A request to empty a device.
 
     With `evict_busy`, kernels that run a cell are suspended, too. `deadline_in_ms` is the time from now until the device goes away.
     """
@@ -162,7 +162,7 @@ class OthersUse(Struct, frozen=True, kw_only=True):
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):
-    """Take a ticket for the GPU. The stream ends with `granted` or `refused`, and disconnecting withdraws the ticket.
+    """A request for a ticket for the GPU. The stream ends with `granted` or `refused`, and disconnecting withdraws the ticket.
 
     With `hold`, the wait has no limit and the stream continues after `granted`. The lease is in use until the client disconnects. If the
     lease is preempted, it waits again and the stream reports this. With `watch`, the stream follows the ticket of a preempted cell.
@@ -174,9 +174,9 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResumeRequest(Struct, frozen=True, kw_only=True):
-    """Make a lease resident.
+    """A request to make a lease resident.
 
-    With `if_blocked`, do so only if its suspended process is blocked in code that did not request the GPU.
+    With `if_blocked`, this happens only if the lease's suspended process is blocked in code that did not request the GPU.
     """
 
     if_blocked: bool = False

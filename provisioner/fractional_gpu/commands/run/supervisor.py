@@ -142,7 +142,7 @@ def _tree(pid: int) -> list[int]:
 def _thread_us(folder: str) -> int:
     """Return a thread's CPU time in microseconds.
 
-    It is read from schedstat, or else from stat, which counts hundredths of a second.
+    The time comes from schedstat, or else from stat, which counts hundredths of a second.
     """
     with suppress(OSError, ValueError, IndexError):
         return int(Path(folder, "schedstat").read_bytes().split()[0]) // 1000

@@ -181,7 +181,7 @@ def _interrupted() -> KeyboardInterrupt:
 
 
 def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
-    """Hold new calls and wait for the calls in flight. Return whether the gate is shut; if not, it stays open.
+    """Hold new calls and wait for the calls in flight. If these do not end in time, open the gate again and return False.
 
     The caller must hold the operation lock. Raises FileNotFoundError if the process was reaped.
     """

@@ -129,7 +129,7 @@ def destroy(directory: str | Path) -> None:
 
 
 def lose_device(directory: str | Path, device_id: str) -> None:
-    """Make the device fall off the bus. It loses its memory, and its processes fail permanently."""
+    """Make the device fall off the bus. The contents of its memory are lost, and its processes fail permanently."""
     fatal = f"the simulated device {device_id} was lost, and with it this process's memory: restart the kernel"
     with closing(Store(directory)) as store:
         store.device(device_id)

@@ -38,7 +38,7 @@ _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A piece of work."""
+    """A piece of work that a process does on a device."""
 
     milli: int  # how much of the device it uses when it is not slowed down, in thousandths
     left_ns: int | None  # how long it would still take if it were not slowed down; None if unknown
