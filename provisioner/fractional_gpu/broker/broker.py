@@ -158,7 +158,7 @@ class Broker:
         self.operations = Operations(self, swaps)
 
     def dispatch(self, event: Event) -> list[Effect]:
-        """Hand an event to the arbiter and carry out its effects. Return them for callers that wait for a particular effect."""
+        """Hand an event to the arbiter, carry out the effects that it returns, and return them to the caller."""
         point = self._failpoint(event) if files.enabled() else ""
         files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
@@ -415,7 +415,7 @@ class Broker:
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
         """Return the ZeroMQ context that reaches the kernel's sockets.
 
-        If the broker may not enter the kernel's network namespace, note this in the lease's story and return None.
+        If the broker may not enter the kernel's network namespace, record this in the lease's history and return None.
         """
         try:
             return self._networks.context_for(kernel.lease_id, identity)
@@ -455,7 +455,7 @@ class Broker:
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
         """Handle the end or imminent replacement of the kernel's process.
 
-        Its memory is free once all processes of the kernel have ended.
+        The kernel's memory is free only once all its processes have ended.
         """
         if kernel.identity != identity:
             return

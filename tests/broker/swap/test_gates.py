@@ -31,7 +31,7 @@ async def test_a_kernel_without_a_context_has_nothing_to_save_if_its_gate_is_shu
     [
         ({"close": "busy"}, "a cell began to run"),
         ({"close": "what?"}, "a cell began to run"),
-        ({"close": "hang up"}, "the kernel's extension hung up"),
+        ({"close": "hang up"}, "the kernel's extension closed its connection"),
         ({"close": "closed", "shrink": "busy"}, "the kernel's main loop was not idle"),
         ({"close": "closed", "shrink": "hang up"}, "the kernel's main loop was not idle"),
     ],
@@ -192,7 +192,7 @@ async def test_a_preempted_kernel_whose_work_does_not_drain_goes_on() -> None:
         driver.failures["lock", sorted(pids)[1]] = GPUErrorCode.NOT_READY
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel, preempt=True), journal([]))
     assert outcome is SuspendOutcome.ABORTED
-    assert "has GPU work under way" in sentence
+    assert "is still working on the GPU" in sentence
     assert set(driver.states.values()) == {S.RUNNING}, "a process was left locked"
 
 

@@ -40,7 +40,7 @@ async def suspend(step: str, code: GPUErrorCode, leaves: ProcessState | None = N
             driver.leaves[step, pid] = leaves
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     worded = {
-        GPUErrorCode.NOT_READY: "GPU work under way",
+        GPUErrorCode.NOT_READY: "is still working on the GPU",
         GPUErrorCode.NOT_INITIALIZED: "the driver does not know the process",
     }
     assert (worded.get(code, "failed as told") if step == "lock" else "failed as told") in sentence

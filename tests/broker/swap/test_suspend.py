@@ -64,7 +64,7 @@ def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
 @pytest.mark.parametrize(
     ("spoil", "outcome", "says"),
     [
-        (not_ready, SuspendOutcome.ABORTED, "has GPU work under way"),
+        (not_ready, SuspendOutcome.ABORTED, "is still working on the GPU"),
         (not_permitted, SuspendOutcome.IMPOSSIBLE, "lock failed as told"),
         (checkpoint_refused, SuspendOutcome.IMPOSSIBLE, "checkpoint failed as told"),
         (checkpoint_lies, SuspendOutcome.IMPOSSIBLE, "after a checkpoint that it reported as done"),

@@ -120,7 +120,7 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return advice for every notebook that has any. If `owner` or `pool` is given, only for these notebooks.
+        """Return the advice for all notebooks, or only for those of `owner` or in `pool`, without those that need none.
 
         Yields to other tasks, because a hub has thousands of notebooks.
         """

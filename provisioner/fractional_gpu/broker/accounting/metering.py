@@ -198,7 +198,7 @@ def _read_state(ledger: Ledger) -> _State:
 
 
 class Turns:
-    """Records the turns of leases for `jupyter gpu simulate --from-ledger`.
+    """Records the turns of leases (when they waited for a GPU and used it) for `jupyter gpu simulate --from-ledger`.
 
     Turns that take less than `_LEAST_TURN_MS`, including the wait, are left out.
     """

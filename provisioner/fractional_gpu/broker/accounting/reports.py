@@ -69,7 +69,7 @@ class UsageReports:
         return self.visible
 
     async def answer(self, reader: Reader, question: ReportQuery) -> tuple[list[UsageEntry], Carbon | None, str]:
-        """Return the sums, the carbon intensity, and a note about missing figures.
+        """Write the newest figures to the ledger. Return the sums, the carbon intensity, and a note about missing figures.
 
         Raises LedgerError. Cancellation does not stop the write.
         """

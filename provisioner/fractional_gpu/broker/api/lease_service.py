@@ -1,4 +1,4 @@
-"""The API's work on leases, without HTTP: creating, attaching and ending them, and the gate's stream.
+"""The API's work on leases, without HTTP: creating, attaching and ending them, and the stream to a kernel's extension.
 
 The service verifies what clients claim. A process must have the peer's uid, the stated start time, and the lease's id in its environment. A
 connection must use the loopback interface. A lease's token opens that lease's routes. A seat's token opens the leases of the seat and the

@@ -74,7 +74,7 @@ BOOK_METRICS = (
 
 
 def register_collectors(service: LeaseService, server: Server) -> None:
-    """Add the collectors of the books, the meter and the process to the broker's registry.
+    """Add the collectors of the arbiter's state, the meter and the process to the broker's registry.
 
     If configured, add metrics with user names to the full registry.
     """

@@ -412,7 +412,7 @@ class Server(HTTPServer):
 class PausingListener(socket.socket):
     """A listener that pauses for `_PAUSE_S` if no descriptor is free.
 
-    Otherwise the loop would retry at once, and fill a core and the log.
+    Otherwise the loop would retry at once, which would keep a core busy and fill the log.
     """
 
     _paused: object | None = None

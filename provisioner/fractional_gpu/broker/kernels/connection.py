@@ -1,4 +1,4 @@
-"""A kernel's two connections: its Jupyter connection, whose fields and endpoints are checked, and the stream to its gate.
+"""A kernel's two connections: its Jupyter connection, whose fields and endpoints are checked, and the stream to its extension.
 
 The broker connects to a kernel's sockets with its own rights. So it connects only to sockets that no other user can have put there:
 
@@ -230,7 +230,7 @@ class GateLink:
         urgent: bool = False,
         topic: str = "",
     ) -> None:
-        """Send a command that needs no answer. It is dropped if the connection is lost.
+        """Send a command that needs no answer. If the connection is lost, the command is dropped.
 
         See GateCommand for `urgent` and `topic`.
         """

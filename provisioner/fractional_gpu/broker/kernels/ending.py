@@ -89,7 +89,7 @@ class Evictions:
         self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
 
     def begin(self, kernel: Kernel, who: str, why: str) -> str:
-        """Record who ends the kernel and why. Return the sentence for its successor."""
+        """Record who ends the kernel and why. Return the sentence about this that the next kernel's user gets."""
         ended = f"at {time.strftime('%H:%M', time.localtime())}{why}."
         if kernel.launch.command:
             kernel.notices.append(f"{who} ended this command {ended}")

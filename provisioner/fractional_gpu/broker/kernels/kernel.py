@@ -127,7 +127,7 @@ class CellState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class GpuWork:
-    """Work on the GPU without a running cell, in microseconds since boot. `GpuActivity` changes it."""
+    """When the kernel worked on the GPU without a running cell, in microseconds since boot. `GpuActivity` changes it."""
 
     idle_us: int | None = None  # when its messages showed it as idle, or None if they do not
     last_us: int = 0  # when its processes were last seen at work since then, or 0 if they were not

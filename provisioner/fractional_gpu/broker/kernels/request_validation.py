@@ -188,7 +188,7 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
 
 
 async def holder_of(peer: Peer, named_pid: int) -> ProcessIdentity:
-    """Return the process with this pid, with whose end the peer's claim will end, too. Raises BadRequestError or ForbiddenError."""
+    """Return the process with this pid, which will hold the peer's claim until it ends. Raises BadRequestError or ForbiddenError."""
     try:
         _, identity, uid = await ATTACHING.run(_named_process, peer, named_pid)
     except (ProcessLookupError, PermissionError, ValueError) as error:

@@ -117,7 +117,7 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 
 @dataclass(frozen=True, slots=True)
 class LoweredProcess:
-    """A process whose out-of-memory adjustment the broker lowered from `was` to each of `given`. `since` is in clock ticks since boot."""
+    """A process whose out-of-memory adjustment was lowered from `was` to the values in `given`. `since` is in clock ticks since boot."""
 
     identity: ProcessIdentity
     lease_id: str
@@ -143,7 +143,7 @@ class OomProtection:
         self._swept_s = -math.inf
 
     async def run(self) -> None:
-        """Adjust processes to their leases' states until cancelled. The adjustments then remain, because kernels outlive the broker."""
+        """Keep the adjustments of processes with saved state low, until cancelled. They then remain, because kernels outlive the broker."""
         self._read()
         seen = -1
         while True:

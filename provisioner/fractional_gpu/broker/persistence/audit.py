@@ -105,7 +105,7 @@ class AuditLog:
     async def act(
         self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]
     ) -> AsyncIterator[AuditedAction]:
-        """Log an action before the block and its outcome after the block.
+        """Log an action before the `with` block, and its outcome after the block.
 
         The outcome is `withdrawn` if the action is cancelled or the client disconnects. Raises InternalBrokerError if the log cannot be
         written. If this happens before the block, the block does not run.

@@ -2,8 +2,8 @@
 
 - NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary, such as a fabric manager that is still starting or a worker
   that dies. The next attempt follows after one second, and the pause doubles up to a minute.
-- Until an attempt succeeds, the broker serves without suspending. `Swaps.off` and the devices' `why_not` contain the reason and the time of
-  the next attempt.
+- Until an attempt succeeds, the broker works, but suspends no kernel. `Swaps.off` and the devices' `why_not` contain the reason and the
+  time of the next attempt.
 - After a success both are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first attempt
   succeeds, the self-test runs before the API answers.
 - The first attempt waits while an earlier broker's worker still runs an operation.

@@ -3,8 +3,8 @@
 System services empty runtime folders, and users delete files that look like leftovers. Once a second the broker checks that the names of
 its files still refer to the files that it created. If not, it finishes the suspend or resume that is in progress, writes the deleted
 ledger, which is still open, to another file (`Ledger.write_out`), and restarts itself with exec. It keeps its claim on the socket's name,
-so that no second broker starts. It does nothing while one of its folders is not private to this user. If the socket's whole folder is gone,
-a broker without leases or seats ends, unless `idle_exit` is "never".
+so that no second broker starts. The broker does none of this while one of its folders is not private to this user. If the socket's whole
+folder is gone, a broker without leases or seats ends, unless `idle_exit` is "never".
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class BrokerLock:
-    """The lock file next to the socket. The socket's broker holds it, or one that is about to start."""
+    """The lock file next to the socket. The socket's broker holds it, or a process that is about to become the broker."""
 
     def __init__(self, socket: str) -> None:
         self._path = Path(f"{socket}.lock")

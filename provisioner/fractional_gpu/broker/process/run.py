@@ -1,4 +1,4 @@
-"""One run of a broker. `BrokerRun` creates its parts from the settings, the devices and the open ledger, serves, and shuts down."""
+"""One run of a broker. `BrokerRun` creates its parts from the settings, the devices and the ledger, answers requests, and shuts down."""
 
 import asyncio
 import logging

@@ -42,7 +42,7 @@ class _FoundLease:
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Tell the arbiter about the ledger's leases and the `lost` ones, in their real states. It must already know pools and devices."""
+    """Tell the arbiter about the ledger's leases and the `lost` ones, in their real states. It knows pools and devices by then."""
     begun_s = time.monotonic()
     records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
@@ -120,7 +120,7 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
     try:
         left = await broker.survivors.find(kernel, root, host, saved=record.state in _IN_A_SWAP)
     except GPUError as error:
-        log.warning("lease %s: cannot find what its kernel left behind: %s", kernel.lease_id[:8], error)
+        log.warning("lease %s: cannot find the processes that its kernel left behind: %s", kernel.lease_id[:8], error)
         return []
     kernel.identity = left[0].identity if left else None
     return left

@@ -180,8 +180,8 @@ _DAY_MS = 86_400_000
 class UsageRecorder:
     """Samples each user's use of each pool, sums it by day, and passes it to the forecasts.
 
-    A user with a kernel in a pool is live there, and is busy while at least one kernel is busy on a device. Memory is the sum over busy
-    kernels.
+    A user with a kernel in a pool counts as live there, and as busy while at least one kernel is busy on a device. Memory is the sum over
+    busy kernels.
     """
 
     def __init__(

@@ -395,7 +395,7 @@ class Seats:
         waiter.written = self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
 
     async def _hand_out(self, waiter: _Waiter, seat: SeatRecord) -> SeatProgress:
-        """Return the granted seat once it is in the ledger. Raises LedgerError. If cancelled, the caller ends the seat."""
+        """Return the granted seat once it is in the ledger. Raises LedgerError. If this is cancelled, the caller must end the seat."""
         if waiter.written is not None:
             try:
                 await asyncio.shield(waiter.written)

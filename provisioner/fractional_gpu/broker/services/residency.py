@@ -275,7 +275,7 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def _begin_move(self, kernel: Kernel, device_id: str | None) -> None:
-        """Begin the move. Wait up to `PATIENCE_S` for another kernel's swap. Raises ConflictError."""
+        """Begin the move. Wait up to `PATIENCE_S` for another kernel's suspend or resume. Raises ConflictError."""
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             event = MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id)

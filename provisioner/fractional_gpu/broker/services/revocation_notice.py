@@ -230,7 +230,7 @@ class RevocationNotice:
             await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)
 
     async def _give_back(self, drained: Mapping[str, bool | None]) -> None:
-        log.warning("the notice that this host goes away has been withdrawn: its devices are back in use")
+        log.warning("this host does not go away after all: the notice was withdrawn, and the devices are back in use")
         for name, evict_busy in drained.items():
             if name not in self._broker.devices:
                 continue

@@ -1,4 +1,4 @@
-"""Asks model servers to release GPU memory that a kernel waits for. Later wakes servers that only sleep (`c.GPUBroker.yielders`).
+"""Asks model servers to release GPU memory that a kernel waits for, and later wakes those that sleep (`c.GPUBroker.yielders`).
 
 - A server is asked if one of its processes holds memory of the device. The server must also belong to the waiting kernel's user, or
   `yield_for_everyone` must be set. Its owner is the user who opened the listening socket. For a seat's kernels only `yield_for_everyone`

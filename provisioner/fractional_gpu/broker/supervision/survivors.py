@@ -1,7 +1,7 @@
 """Processes and device memory that remain when a kernel ends, and what killed the kernel.
 
 - A lease's room is free when no process of the kernel's tree has device memory, whether on a device or saved on the host, and the devices
-  no longer count it. The driver frees memory only after a process has ended. If it is unknown, the room is not free.
+  no longer count it. The driver frees memory only after a process has ended. If this is unknown, the room is not free.
 - While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts for its owner, and is resumed if
   it was suspended. A new kernel of the lease takes it over. Processes that end together with their kernel have `_MOMENT_S` to do so.
 - Memory that a device charges to no process but still counts after `FREED_S` counts as used without a lease.
@@ -161,7 +161,11 @@ class Survivors:
                 try:
                     is_free = await self._settle_now(kernel, root, begun_s)
                 except (GPUError, OSError) as error:
-                    log.warning("lease %s: cannot find what its kernel left yet: %s", kernel.lease_id[:8], error)
+                    log.warning(
+                        "lease %s: cannot yet find the processes that its kernel left behind: %s",
+                        kernel.lease_id[:8],
+                        error,
+                    )
                     await asyncio.sleep(pause_s)
                     # The time in which the devices must free memory starts with the first successful look.
                     begun_s, pause_s = time.monotonic(), min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -217,12 +221,12 @@ class Survivors:
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
-        """Count device memory that was not freed as used without a lease.
+        """Count device memory that was not freed as memory that is used without a lease.
 
         Returns once the arbiter knows about it, because the room may be given away only then.
         """
         log.error(
-            "lease %s: %g s after its kernel ended, %s still counts its memory: it is counted as a stranger's until it is freed",
+            "lease %s: %g s after its kernel ended, %s still counts its memory: until it is freed, it counts as used without a lease",
             kernel.lease_id[:8],
             FREED_S,
             ", ".join(device_ids),
@@ -317,7 +321,7 @@ class Survivors:
 
     async def _end_by_policy(self, kernel: Kernel) -> None:
         log.info(
-            "lease %s: ending what its kernel left, as its pool is configured to: %s",
+            "lease %s: ending the processes that its kernel left behind, as its pool is configured to: %s",
             kernel.lease_id[:8],
             described(kernel.ending.survivors),
         )
@@ -328,7 +332,9 @@ class Survivors:
             except ConflictError as error:
                 log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
             except OSError as error:  # out of descriptors; only a new attempt could end them
-                log.warning("lease %s: cannot end what its kernel left yet: %s", kernel.lease_id[:8], error)
+                log.warning(
+                    "lease %s: cannot yet end the processes that its kernel left behind: %s", kernel.lease_id[:8], error
+                )
                 await asyncio.sleep(_LONGEST_PAUSE_S)
                 continue
             return
@@ -394,7 +400,7 @@ def _described_all(identities: Iterable[ProcessIdentity], host: HostSnapshot) ->
 
 def _log_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("could not find what a kernel left behind", exc_info=error)
+        log.critical("could not find the processes that a kernel left behind", exc_info=error)
 
 
 # Finds out whether the system's out-of-memory killer ended a kernel, for the message to the user. It reads the counters of control groups.

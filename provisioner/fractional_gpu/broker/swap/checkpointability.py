@@ -1,6 +1,6 @@
 """Checks whether a kernel can be checkpointed at all, once its gate is shut and before anything is locked.
 
-The driver guarantees nothing about a process whose checkpoint failed, so look for known obstacles first.
+The driver guarantees nothing about a process whose checkpoint failed, so known obstacles are looked for first.
 
 - NCCL: Communicators within one machine map segments in /dev/shm, which can be found. Collectives with processes outside the kernel's tree,
   or without shared memory (`NCCL_SHM_DISABLE=1`), remain invisible.

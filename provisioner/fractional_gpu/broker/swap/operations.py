@@ -1,7 +1,7 @@
 """Carries out the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at leases in an unknown state.
 
 - Each operation first writes its intent to disk (a lease record whose state shows that the lease is being suspended or resumed). Each ends
-  with an event, whatever happens, because an operation without an event would hold the swap channel forever.
+  with an event, whatever happens, because an operation without an event would block all later ones.
 - An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped, because the next broker looks
   anyway.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once, so this limits how often a failing driver is called
-_BROKEN = "the broker failed during it; see its log"
+_BROKEN = "the broker failed during the operation; see its log"
 
 
 class Operations:

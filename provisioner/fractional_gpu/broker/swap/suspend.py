@@ -1,6 +1,6 @@
 """Suspends one kernel: closes its gate, and locks, checkpoints and verifies its processes.
 
-1. Close the gate, check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
+1. Close the gate (cells then wait), check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
 2. Check for known obstacles. Nothing is locked yet, so a refusal costs nothing. If too little host memory is reserved, ask the arbiter for
    more, here and in step 4.
 3. Lock every CUDA process of the kernel's tree. From here on they cannot change their device memory.
@@ -203,7 +203,7 @@ class Suspension:
             if word:
                 raise StepError(SuspendOutcome.ABORTED, "a cell began to run")
             if link.closed:
-                raise StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
+                raise StepError(SuspendOutcome.ABORTED, "the kernel's extension closed its connection")
         _check_idle(kernel)
         if not kernel.gated and link is None:
             return Gate()
@@ -289,7 +289,9 @@ class Suspension:
                     empty.add(identity)
                     continue
                 if error.code is GPUErrorCode.NOT_READY:
-                    raise StepError(SuspendOutcome.ABORTED, f"process {identity.pid} has GPU work under way") from error
+                    raise StepError(
+                        SuspendOutcome.ABORTED, f"process {identity.pid} is still working on the GPU"
+                    ) from error
                 raise
         return empty
 
@@ -366,7 +368,7 @@ class Suspension:
 async def _shrink(kernel: Kernel) -> StepError | None:
     """Have the idle main loop free cached memory. Return the obstacle to saving the rest, if any."""
     if kernel.link is None:
-        return StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
+        return StepError(SuspendOutcome.ABORTED, "the kernel's extension closed its connection")
     word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)
     if word == "managed":
         return StepError(SuspendOutcome.IMPOSSIBLE, printable(kernel.link.detail)[:_LONGEST_REASON])

@@ -34,7 +34,7 @@ _MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessStat
 class Truth:
     """A kernel's real state: unattached, without a context, resident or suspended.
 
-    It is quarantined if the driver reports that a process failed.
+    The state is quarantined if the driver reports that a process failed.
     """
 
     state: LeaseState
@@ -88,7 +88,11 @@ class Swaps:
         try:
             return await self.inspector.used_mib(kernel)
         except GPUError as error:
-            log.info("lease %s: cannot read what is left after shrinking: %s", kernel.lease_id[:8], error)
+            log.info(
+                "lease %s: cannot read how much memory it still uses after freeing its caches: %s",
+                kernel.lease_id[:8],
+                error,
+            )
             return None
 
     async def resume(self, kernel: Kernel, effect: Resume, saved_mib: int) -> tuple[ResumeOutcome, str]:
@@ -266,7 +270,7 @@ class Swaps:
         elif not all(host.is_alone(pids, one) for one in targets):  # if it is alone, there will never be more room
             lacking = "the saved size is unknown, and others use its device"
         if lacking:
-            log.warning("lease %s: part of it stays saved: %s", kernel.lease_id, lacking)
+            log.warning("lease %s: part of its memory stays saved: %s", kernel.lease_id, lacking)
             return
         saved = [one for one, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [one for one, state in states.items() if state is ProcessState.LOCKED]
