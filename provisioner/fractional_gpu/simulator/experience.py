@@ -16,7 +16,7 @@ _SHORTEST_MS = 10_000  # the least run time that counts in a cell's stretch
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Sorted times in ms, including zeros, or sorted stretches in thousandths."""
+    """Times in ms, including zeros, or stretches in thousandths. They are sorted."""
 
     ordered: tuple[int, ...] = ()
 
@@ -100,7 +100,7 @@ class _Allowance:
 
 
 class UserExperience:
-    """The experience of a run's users. If the run has a goal that it can no longer meet, `hopeless` says why."""
+    """The waits and lateness of a run's users. If the run can no longer meet its goal, `hopeless` says why."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
         self.waits_ms: dict[int, list[int]] = {}  # by host
@@ -129,13 +129,13 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a cell that still waits, as soon as its wait exceeds the goal's limit with this index."""
+        """Count a cell that still waits against the goal. Call this once the wait exceeds the goal's wait limit with the index `limit`."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that begins after `wait_ms`. It has already been counted as overdue for the `overdue` shortest limits."""
+        """Count a cell that begins after `wait_ms`. For the `overdue` shortest limits of the goal, `overdue()` has already counted it."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):

@@ -45,7 +45,7 @@ class Moments:
 
 
 class Leases:
-    """The lease that each session requests on each host, or None if the host can never serve the session.
+    """The lease that each session requests on each host, or None if the host can never serve it.
 
     Raise SimulationError if no host can serve a session.
     """

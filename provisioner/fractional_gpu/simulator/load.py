@@ -59,7 +59,7 @@ class Load:
 # Signs that people give before running a cell, and groups of users.
 
 SIGN_MS = 60_000
-"""How long a sign from a front end lasts."""
+"""How long a sign from a front end counts, in ms."""
 _MOST_FALSE = 50  # in one gap
 
 
@@ -67,7 +67,8 @@ _MOST_FALSE = 50  # in one gap
 class Signs:
     """The signs of coming cells, of which `false_percent` are false. There are none if `foresight_ms` is 0.
 
-    A sign comes `foresight_ms` before each GPU cell, or at once if the person runs the cell sooner. False signs come at any time in a gap.
+    A sign comes `foresight_ms` before each GPU cell, or immediately after the last cell if the gap is shorter. False signs come at any time
+    in a gap.
     """
 
     foresight_ms: int = 0
@@ -166,7 +167,7 @@ def _gpu_cell(start_ms: int, duration_ms: int, machine: _Machine, util_percent: 
 
 
 class _UserDay:
-    """One day of one user. Times are local until `session`. `group` is the class of the working session, if any."""
+    """One day of one user. Until `session`, times are in the user's time zone. `group` is the class that the user attends, if any."""
 
     def __init__(self, number: int, day: int, seed: int, load: Load, group: int | None) -> None:
         self.load, self._seed, self._group = load, seed, group
@@ -224,7 +225,7 @@ class _UserDay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PaceCurves:
-    """The quantile functions of a pace. Times are in seconds."""
+    """The distributions of a published pace of work, as quantile functions. Times are in seconds."""
 
     cell_s: _Points
     gap_s: _Points
@@ -339,7 +340,7 @@ _CLASS_MS = 90 * _MINUTE_MS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HabitCurves:
-    """The quantile functions of a habit. Times are in seconds, memory is in MiB on each GPU, and utilisation is in percent."""
+    """The distributions of a habit, as quantile functions. Times are in seconds, memory is in MiB per GPU, and utilisation in percent."""
 
     head_s: _Points  # from the opening to the first cell
     cell_s: _Points

@@ -16,7 +16,7 @@ _PARTS = 100_000  # the unit of stretches
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A running cell, with its nominal remaining time in ns as of `at_ms`. `version` grows whenever its end moves."""
+    """A running cell. `left_ns` is its remaining time at `at_ms` if it ran alone. `version` increases whenever its expected end changes."""
 
     session_id: str
     util_percent: int
@@ -27,7 +27,7 @@ class Running:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """The cells on one device. While a cell uses the device, it uses `fill_percent` of it."""
+    """The cells that run on one device. A cell uses the GPU only part of the time, and then fills `fill_percent` of it."""
 
     slowdown: bool
     fill_percent: int = 100
@@ -40,7 +40,7 @@ class SharedDevice:
         return self._ends(self.running.values() if self._share() else [cell])
 
     def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
-        """Remove the session's cell and return it, with the new ends of the cells whose end has moved."""
+        """Remove the session's cell and return it, together with the new end times of the other cells whose ends have changed."""
         self._advance(now_ms)
         cell = self.running.pop(session_id)
         cell.version += 1

@@ -329,7 +329,8 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Measure again, as the broker does. This reports the use of a cell that still runs, and that its memory no longer grows."""
+        """Report another measurement, as the broker would. It has the use of a cell that still runs, and shows that its memory stays equal.
+        """
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None
@@ -340,7 +341,7 @@ class HostRun:
         self.send(LeasesMeasured(at_ms=self.now_ms, measurements=(one,)))
 
     def _give_up(self, kernel: Kernel, cell: int, since_ms: int) -> None:
-        """Fail a cell that has been short of memory since `since_ms`, as allocations fail at a framework's limit."""
+        """Fail a cell that has been short of memory since `since_ms`, as when an allocation exceeds a framework's limit."""
         if kernel.growing and (kernel.next_cell, kernel.short_ms) == (cell, since_ms):
             kernel.growing = False
             self.result.out_of_memory += 1
@@ -509,7 +510,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel) -> bool:
-        """Return whether the swap that begins will fail. This is drawn independently for each swap of each session."""
+        """Return whether the swap that begins now will fail. The outcome is drawn separately for each swap."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"

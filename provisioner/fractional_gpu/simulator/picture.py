@@ -29,7 +29,7 @@ _MOST_DECADES_WITH_2_AND_5 = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
-    """The input of the runs, which is the users and GPUs of the first run and the input of the command.
+    """Describes the input of the runs. `users` and `machine` are those of the first run.
 
     `whole_gpus` is the largest number of GPUs that open sessions would have reserved at the same time. `policy` is the text of the
     configuration file. `hours_of_day` is true if the trace begins at midnight.
@@ -155,7 +155,7 @@ def time_axis(timelines: Sequence[Timeline], *, hours_of_day: bool) -> tuple[Axi
 
 
 def _time_of_day(at_ms: int) -> str:
-    """Return the time of day, such as `09:30`. Midnights after the first also name the day."""
+    """Return the time of day, such as `09:30`. Midnights after the first are shown as `day 2`, `day 3` and so on."""
     day, rest_ms = divmod(at_ms, _DAY_MS)
     return (
         f"day {day + 1}" if day and not rest_ms else f"{rest_ms // _HOUR_MS:02}:{rest_ms % _HOUR_MS // _MINUTE_MS:02}"

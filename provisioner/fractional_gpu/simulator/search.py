@@ -45,7 +45,7 @@ def fewest(
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
-    """Return the largest number of devices that cells' fractions fill at any time. Short waits need about this number of devices.
+    """Return the largest number of devices that cells need at the same time. About this number is needed to keep waits short.
 
     Each cell takes up its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raise
     SimulationError for a session that the host cannot serve.
@@ -61,7 +61,7 @@ def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = Fal
 
 
 def devices_for_sessions(trace: Sequence[Session], host: Host) -> int:
-    """Return the largest number of devices that open sessions' fractions fill at any time.
+    """Return the largest number of devices that the fractions of open sessions need at the same time.
 
     Raise SimulationError for a session that the host cannot serve.
     """
