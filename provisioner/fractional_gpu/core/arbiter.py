@@ -265,7 +265,7 @@ class Arbiter:
         return view
 
     def holding(self, lease_id: str) -> Holding | None:
-        """Return what the meter charges the lease for from now on, or None if the lease is unknown or has no process."""
+        """Return what the lease holds and is charged for from now on, or None if the lease is unknown or has no process."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else _holding(lease)
 
@@ -301,7 +301,7 @@ class Arbiter:
         return [] if lease is None else stranger_devices(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
-        """Return how much longer the lease's next cell will wait at its closed gate, as of `at_ms`, or None if no cell waits there."""
+        """Return how much longer the lease's held-back cell will wait, as of `at_ms`, or None if no cell is held back for another lease."""
         lease = self._books.leases.get(lease_id)
         if lease is None:
             return None
@@ -365,7 +365,7 @@ class Arbiter:
         return self._books.host_reserved_mib
 
     def validate(self) -> None:
-        """Check the whole state. Raise InvariantError, with a list of everything that is broken, if it is inconsistent."""
+        """Check the whole state. If it is inconsistent, raise InvariantError with a list of everything that is broken."""
         validate(self._books, self._changes.operations)
 
 

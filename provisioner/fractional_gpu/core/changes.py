@@ -251,7 +251,7 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether an operation may begin. Channels that are kept for suspends before a deadline are not free."""
+        """Whether a suspend or resume may begin now. Channels that are kept free for suspends before a deadline do not count."""
         return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:

@@ -55,7 +55,7 @@ class Declined(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted(DeviceEffect):
-    """The lease is resident on its devices. Open its gate."""
+    """The lease now has room on its devices. Open its gate, so that its cells can run."""
 
     reserved_mib: int  # its reservation on each device, which is the kernel's memory limit for now
 

@@ -205,7 +205,7 @@ def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return the victim's expected loss, which is its swap time in ms times the chance in thousandths that it runs before the lease."""
+    """Return the expected cost of suspending `victim`: its swap time in ms times the chance, in thousandths, that it runs first."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)
@@ -219,7 +219,7 @@ def _resume_ms(books: Books, lease: Lease) -> int:
 
 
 def _may_swap_early(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
-    """Return whether the device's limit on wasted swaps allows these swaps for the lease."""
+    """Return whether suspending `victims` and resuming `lease` early stays within the device's limit on wasted swaps."""
     device, from_ms = books.devices[device_id], books.now_ms - _HOUR_MS
     while device.early_swaps and device.early_swaps[0].at_ms <= from_ms:
         del device.early_swaps[0]

@@ -85,7 +85,7 @@ def suspend_idle(changes: "Changes") -> bool:
 
 
 def _neighbours_leave_for(lease: Lease) -> bool:
-    """Return whether neighbours are leaving so that the lease can grow in place. Suspending the lease would waste their swaps."""
+    """Return whether neighbours are being suspended to let the lease grow. If it were suspended, too, their suspends would be wasted."""
     wait = lease.ticket.wait if lease.ticket is not None else None
     return lease.is_growing and wait is not None and wait.code == "wait.making-room"
 

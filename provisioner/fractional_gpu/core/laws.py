@@ -24,7 +24,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
-    """Check the whole state. Raise InvariantError, with a list of everything that is broken, if it is inconsistent."""
+    """Check the whole state. If it is inconsistent, raise InvariantError with a list of everything that is broken."""
     broken = [*_sums(books), *_queue(books)]
     for lease in books.leases.values():
         found = [

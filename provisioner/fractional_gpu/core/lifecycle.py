@@ -198,7 +198,7 @@ class Lifecycle:
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """Keep the lease's room for processes that outlived its kernel. The lease counts as busy, and gets a ticket if it is saved."""
+        """Keep the lease's room for processes that outlived its kernel. The lease counts as busy. If it is suspended, it gets a ticket."""
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return

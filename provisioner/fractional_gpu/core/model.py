@@ -22,7 +22,7 @@ class LeaseState(StrEnum):
 
 
 HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
-"""The states in which memory is reserved for a lease on its device. For a quarantined lease, it may be none."""
+"""The states in which a lease has memory reserved on its device. A quarantined lease may have no reservation."""
 
 
 FOUND_FAILED = "found.failed"
@@ -120,7 +120,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A device and its total memory. `overhead_mib` of that memory is kept for the driver and a margin, and cannot be leased."""
+    """A device and its total memory. `overhead_mib` of that memory is kept for the driver and as a margin, and cannot be leased."""
 
     device_id: str  # UUID
     name: str

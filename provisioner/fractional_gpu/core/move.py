@@ -50,7 +50,7 @@ def _may_go(books: Books, lease: Lease) -> bool:
 
 
 class Migrations:
-    """The moves that make room for tickets in one pass over the queue."""
+    """Moves leases to other devices in one pass over the queue, to make room for tickets."""
 
     def __init__(self, changes: Changes, capacity: Capacity) -> None:
         self._changes = changes
@@ -80,7 +80,7 @@ class Migrations:
         return self._move(victim, victim.held_mib, "move.defragment", why, lease)
 
     def _move(self, lease: Lease, need_mib: int, reason: str, sentence: str, beneficiary: Lease | None = None) -> bool:
-        """Move the lease to a device that has `need_mib` free now, if there is one. Return whether it moves."""
+        """Move the lease to a device that has `need_mib` free now. Return whether there is such a device."""
         targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
         if targets is None:
             return False
@@ -135,7 +135,7 @@ def begin_move(
 
 
 BUSY_CHANNEL = "swap-channel"
-"""The code of a refusal that can be retried once another kernel's swap has ended."""
+"""The code of a refusal that can be retried once the suspend or resume of another kernel has ended."""
 
 
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
@@ -322,7 +322,7 @@ def _moves_of(books: Books, lease: Lease, needs: dict[str, _Needs]) -> Iterable[
 
 
 def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
-    """Yield the move to a device where idle leases must leave first, if its gain is large enough to pay for their swaps, too."""
+    """Yield the move to a device where idle leases must first be suspended, if the gain is worth the time of these suspends, too."""
     there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
     short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
     if short_mib <= 0:

@@ -470,13 +470,13 @@ class QueuePass:
                 self._opens.append(lease)
 
     def _has_waited_enough(self, lease: Lease) -> bool:
-        """Return whether a lease at its gate has waited long enough for the others. If not, schedule a pass for when it has."""
+        """Return whether the lease's held-back cell has waited long enough for other leases to leave. If not, schedule a pass for then."""
         if lease.gate.ticket is None:
             return False
         return self._books.is_time(gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms))
 
     def settle_gates(self) -> None:
-        """Close and open the chosen gates. Call this only on the last pass of an event."""
+        """Close and open the gates that the pass chose. Call this only on the last pass of an event."""
         for lease in self._opens:
             if not lease.gate.closed:
                 continue  # its suspend has begun

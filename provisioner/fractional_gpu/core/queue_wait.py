@@ -118,7 +118,7 @@ class _QueueSimulation:
         return taken if room_mib >= need_mib else None
 
     def _saved_ms(self, returns: Sequence[_FreedMemory]) -> int:
-        """Return when the last of these leases will be saved, after earlier swaps, in ms from now."""
+        """Return when the last of these leases will be saved, in ms from now. Suspends and resumes in progress delay this."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
@@ -219,7 +219,7 @@ class ForecastRecorder:
         return _QueueSimulation(self._books, self.forecasts, self._parallel_swaps)
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how much longer the lease's next cell waits at the closed gate, or None if no cell waits there."""
+        """Return how much longer the lease's next cell is held back for other leases, or None if no cell is held back."""
         if lease.gate.ticket is None:
             return None
         opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms

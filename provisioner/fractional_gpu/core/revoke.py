@@ -160,7 +160,7 @@ class Candidate:
 
     @property
     def density(self) -> tuple[int, str]:
-        """A sort key that puts the highest value per ms first, so that the least is lost if swaps take longer than predicted."""
+        """A sort key that puts the highest value per ms first, so that little is lost if suspends take longer than predicted."""
         return -(self.value << 20) // max(1, self.swap_ms), self.lease_id
 
     @property
@@ -275,7 +275,7 @@ class Salvage:
         )
 
     def _swap_ms(self, lease: Lease, kind: str) -> int:
-        """Return the predicted duration of a swap in ms, which is halfway between the expected value and the upper bound."""
+        """Return the predicted duration of a suspend or resume in ms, halfway between the expected value and the upper bound."""
         span = self._span(lease, kind)
         return max(1, span.expected_ms + max(0, span.high_ms - span.expected_ms) // 2)
 

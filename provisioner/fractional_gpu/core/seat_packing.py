@@ -114,7 +114,7 @@ def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
 
 
 def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
-    """Return the groups of devices that are forecast together, in the order of their first devices."""
+    """Return the groups of devices of one kind that are forecast together, in the order of their first devices."""
     found: dict[tuple[str, str], list[SeatDevice]] = {}
     for place in places:
         found.setdefault((place.kind, "" if place.kind else place.device_id), []).append(place)
@@ -220,7 +220,7 @@ def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: st
 
 
 def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
-    """Return the device with the smallest chance that a cell finds no room, and that chance in millionths.
+    """Return the device with the smallest chance that a cell finds no free memory, and that chance in millionths.
 
     The device is None if the seat fits nowhere.
     """

@@ -105,7 +105,7 @@ def swap_ms(books: Books, lease: Lease) -> int:
 
 
 def residency_ms(books: Books, lease: Lease) -> int:
-    """Return the lease's minimum residency in ms, which is the length of its turn on a contended device."""
+    """Return how long the lease may stay on a contended device before it must leave (its minimum residency), in ms."""
     pool = books.policy(lease)
     return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
 
@@ -114,7 +114,7 @@ _MIN_GATE_WAIT_MS = 1_000  # a cell waits at its gate at least this long for the
 
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
-    """Return when the gate reopens for a cell that has waited since `asked_ms`, if the other leases have not left by then."""
+    """Return until when a cell that has been held back since `asked_ms` waits for other leases to leave."""
     return asked_ms + max(_MIN_GATE_WAIT_MS, swap_ms(books, lease))
 
 
@@ -145,7 +145,7 @@ def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the lease will have less virtual time than `victim`, which has the same priority, or None if waiting is not enough."""
+    """Return when `lease` will have had less of its share than `victim`, which has the same priority, or None if waiting is not enough."""
     mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:
@@ -212,7 +212,7 @@ def suspend_cost(books: Books, lease: Lease) -> int:
 
 
 def may_leave(books: Books, lease: Lease) -> bool:
-    """Return whether an idle lease may be suspended now."""
+    """Return whether an idle lease may be suspended now to make room for others."""
     is_idle = lease.occupancy is OccupancyKind.IDLE and not lacks_device(books, lease)
     return is_idle and books.is_time(suspendable_from_ms(books.policy(lease), lease))
 
@@ -240,7 +240,7 @@ class Victims:
         return [lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE]  # some have left
 
     def _working(self, device_id: str) -> list[Lease]:
-        """Return the device's busy leases that can be suspended and have had their minimum residency."""
+        """Return the device's busy leases that can be suspended and have completed their minimum residency."""
         if device_id not in self._busy:
             busy = [lease for lease in self._books.holders(device_id) if lease.occupancy is OccupancyKind.BUSY]
             had_turn = [lease for lease in busy if self._books.is_time(preemptible_from_ms(self._books, lease))]
@@ -368,7 +368,7 @@ class Capacity:
     # -- room on a device, MiB -------------------------------------------------------------------------------------------
 
     def free_mib(self, device_id: str) -> int:
-        """Return the memory that is free and not kept. It is negative if more is kept than is free."""
+        """Return the free memory that is not kept for a ticket, in MiB. It is negative if more is kept than is free."""
         device, kept = self._books.devices[device_id], self._kept[device_id]
         if not kept:
             return device.free_mib
@@ -376,7 +376,7 @@ class Capacity:
         return min(0, free_mib) if device.is_exclusive else free_mib
 
     def total_mib(self, device_id: str) -> int:
-        """Return the memory that is not kept, and is free or will be once all current and planned suspends have ended."""
+        """Return the memory that is free once all current and planned suspends have ended, without the memory kept for tickets."""
         mib = self.free_mib(device_id) + self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
         for lease in self.planned.values():
             if lease.state is LeaseState.RESIDENT and device_id in lease.device_ids:
@@ -384,7 +384,7 @@ class Capacity:
         return mib
 
     def reachable_mib(self, device_id: str) -> int:
-        """Return the memory that is not kept and would be free if all idle leases left."""
+        """Return the memory that would be free if all idle leases left, without the memory kept for tickets."""
         device = self._books.devices[device_id]
         mib = self.free_mib(device_id) + device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
         for lease in self.planned.values():
@@ -432,7 +432,7 @@ class Capacity:
         return chosen if chosen is not None and self._has_compute(chosen[0], lease) else home
 
     def _has_compute(self, device_id: str, lease: Lease) -> bool:
-        """Return whether the device stays below its pool's compute bound if the lease joins."""
+        """Return whether the device stays within its pool's bound on compute demand if the lease joins."""
         return fullness(self._books.devices[device_id], room_milli(self._books, lease)) < FULL
 
     # -- keeping room ----------------------------------------------------------------------------------------------------

@@ -329,8 +329,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Report another measurement, as the broker would. It has the use of a cell that still runs, and shows that its memory stays equal.
-        """
+        """Report another measurement, as the broker would, with the use of a cell that still runs. It shows that the memory is stable."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None

@@ -268,7 +268,7 @@ def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp |
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return pairs of a use, in thousandths of a device, and the time in ms at that use. Each bin counts with its upper bound."""
+    """Return how long the device was used at each level. Levels are in thousandths of a device, rounded up, and times in ms."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)

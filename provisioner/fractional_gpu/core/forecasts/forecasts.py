@@ -341,7 +341,7 @@ class Forecasts:
         self._lines.pop(name, None)
 
     def swap_ms(self, kind: str, device_name: str, mib: int) -> int:
-        """Return the expected time of a swap of this many MiB, in ms. The call is cheap."""
+        """Return the expected time of a suspend or resume of this many MiB, in ms. The call is cheap."""
         name = f"{kind} {device_name}"
         if name not in self._lines:
             self._lines[name] = _line(_FIRST_LINES[kind], self.swaps.get(name, ()))
@@ -353,11 +353,11 @@ class Forecasts:
         return _span(expected_ms, expected_ms * 2 // 3, expected_ms * 4 // 3)
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return the expected time of a swap, with bounds."""
+        """Return the expected time of a suspend or resume of this many MiB, with bounds."""
         return self._stated(kind, device_name, self._swap_span(kind, device_name, mib))
 
     def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return `swap_span` with bounds at least as wide as the initial bounds. It is for saves that would lose state if they are late."""
+        """Return `swap_span` with bounds at least as wide as the initial bounds. Use it if a late save would lose state."""
         first, stated = self._swap_span(kind, device_name, mib), self.swap_span(kind, device_name, mib)
         return _span(stated.expected_ms, min(first.low_ms, stated.low_ms), max(first.high_ms, stated.high_ms))
 
@@ -407,7 +407,7 @@ class Forecasts:
         return 1000 if idle_ms is None else chance_milli(self.gaps.of(lease_id), idle_ms, within_ms)
 
     def rhythm(self, lease_id: str, now_ms: int) -> Rhythm | None:
-        """Return when the lease's next cell is likely, based on earlier gaps, or None if these are too few or too irregular."""
+        """Return when the lease's next cell is likely, based on earlier gaps, or None if the gaps are too few or too irregular."""
         idle_ms, own = self._idle_ms(lease_id, now_ms), sorted(self.gaps.own.get(lease_id, ()))
         if idle_ms is None or len(own) < _RHYTHM_GAPS:
             return None
@@ -486,7 +486,7 @@ class Forecasts:
     # -- demands, signs, memory held, sizes ----------------------------------------------------------------------------
 
     def demand_milli(self, lease_id: str, pool: str) -> int:
-        """Return how much of a device the lease uses while busy, in thousandths, or the pool's mean for a new lease. The call is cheap."""
+        """Return how many thousandths of a device the lease uses while busy, or the pool's mean for a new lease. The call is cheap."""
         return self.demands.milli(lease_id, pool)
 
     def demand_seen(self, lease_id: str, pool: str, milli: int, *, most_milli: int | None = None) -> int:

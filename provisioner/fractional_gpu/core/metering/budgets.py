@@ -177,7 +177,7 @@ class Spending:
         return sorted(found)
 
     def state(self, index: int, subject: Subject, since_s: int, now_s: int) -> BudgetState:
-        """Return the state of a subject's budget now, in the window that started at `since_s`."""
+        """Return how much of a subject's budget is spent and left now, in the window that started at `since_s`."""
         budget = self.budgets[index]
         buckets = self._spent.get((index, subject), {})
         extra = sum(

@@ -314,7 +314,7 @@ class Meter:
     # -- rows ------------------------------------------------------------------------------------------------------------
 
     def _local(self, wall_ms: int) -> tuple[int, int]:
-        """Return the start of the local hour, in seconds since 1970, and the minute of the week."""
+        """Return the start of the local hour, in seconds since 1970, and the minute of the local week."""
         number = wall_ms // SLICE_MS
         if number != self._slice[0]:
             self._slice = (number, *self._calendar(number))

@@ -27,7 +27,7 @@ class Turn:
 
 
 class TurnRecorder:
-    """Records the turns of leases, event by event."""
+    """Records the turns of leases, from their state after each event."""
 
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}

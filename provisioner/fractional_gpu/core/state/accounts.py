@@ -82,7 +82,7 @@ class Accounts:
                     lease.meter.usage += lease.milli * passed_ms
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return the virtual times of the lease's owner and of the lease."""
+        """Return the virtual time of the lease's owner and that of the lease, by which fair shares are compared."""
         return self.of(lease).time_ms, lease.time_ms
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class Accounts:
         return max(owners, account.weight), max(own, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Start or stop the lease's meter and update whether the lease contends, if its pool shares by virtual time."""
+        """Start or stop charging the lease, and update whether it contends for devices, if its pool shares by virtual time."""
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # no decision depends on it

@@ -255,7 +255,7 @@ class Books:
         return [device.deadline_ms for device in there if device.deadline_ms is not None]
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return the virtual times of the lease's owner and of the lease."""
+        """Return the virtual time of the lease's owner and that of the lease, by which fair shares are compared."""
         return self.accounts.share(lease)
 
     # -- pools and devices -----------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Books:
         return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
 
     def shares_by_time(self, lease: Lease) -> bool:
-        """Return whether the lease's pool shares by virtual time."""
+        """Return whether the lease's pool divides the time on its devices fairly among owners."""
         return self.policy(lease).preempt_equals
 
     # -- the queue -------------------------------------------------------------------------------------------------------

@@ -148,13 +148,13 @@ class UsageMeter:
 
 
 def pause_ms(failures: int, longest_ms: int) -> int:
-    """Return the pause before the next attempt at a swap, in ms. It doubles with each failure."""
+    """Return the pause before the next attempt at a suspend or resume, in ms. It doubles with each failure."""
     return min(_FIRST_PAUSE_MS << min(failures, _MOST_DOUBLINGS), longest_ms)
 
 
 @dataclass(slots=True, eq=False)
 class SwapRetries:
-    """A lease's failed swaps, and when to try again. `OperationResults` and `Changes` write it."""
+    """The failed suspends and resumes of a lease, and when to try again. `OperationResults` and `Changes` write it."""
 
     suspend_after_ms: int = 0  # the lease is not chosen for a suspend before this
     aborted_suspends: int = 0  # in a row
@@ -180,7 +180,7 @@ class CacheShrink:
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """The gate before a resident lease's cells. It closes for an older ticket (see `queue`). `Books` writes it."""
+    """The gate, which holds back a resident lease's next cell while an older ticket needs the room (see `queue`). `Books` writes it."""
 
     closed: bool = False  # the next cell must ask before it runs
     open_until_ms: int = 0  # the gate does not close for others before this
