@@ -5,7 +5,7 @@
   nothing, so a slow machine makes no account overdrawn.
 - An account gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. While it is overdrawn, it waits: only the heads of its
   requests are read, and no messages of its kernels. Waiting accounts get their turns in order, and together they get `COST_SHARE_OF_ALL`.
-- Requests that others may be waiting for (a gate's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
+- Requests that others may be waiting for (an extension's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
 """
 
 import asyncio

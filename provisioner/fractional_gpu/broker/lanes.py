@@ -1,4 +1,4 @@
-"""Thread pools for blocking work, one for each kind, so that users' requests cannot delay swaps.
+"""Thread pools for blocking work, one for each kind, so that users' requests cannot delay suspends and resumes.
 
 Work that no request causes (samples, files, forecasts) runs in the loop's default executor.
 """

@@ -120,7 +120,7 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return the advice for all notebooks, or only for those of `owner` or in `pool`, without those that need none.
+        """Return all useful advice on notebooks. If given, `owner` and `pool` select the notebooks.
 
         Yields to other tasks, because a hub has thousands of notebooks.
         """

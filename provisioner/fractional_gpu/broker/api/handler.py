@@ -298,7 +298,7 @@ class Handler(web.RequestHandler):
             self._writes = False
 
     def keep_alive(self) -> bool:
-        """Write an empty line and return True, or return False if another line is still being written."""
+        """Write an empty line and return True, or return False if the connection is closed or busy with another line."""
         if self._writes or self.stream.closed() or self.stream.writing():
             return False
         self.write(_KEEP_ALIVE)

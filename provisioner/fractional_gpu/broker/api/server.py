@@ -163,7 +163,7 @@ def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", se
 
 
 class MeteredStream(iostream.IOStream):
-    """A connection that charges its account for each read. It is not read while the account's reserve is spent."""
+    """A connection that charges its account for each read, and is not read while the account's reserve is spent."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@
   doubt ends when the kernel has answered a `kernel_info` request on its shell channel *and* the idle status of that request came over
   IOPub. A kernel that stays busy without sending a message gets this request on each busy shell. An answer clears the earlier messages of
   that shell. The requests become ever rarer, since they take the user's time.
-- While the user's account is overdrawn, no messages are read and the watch is in doubt. It subscribes only to the topic of the kernel's
-  first status, so that output stays in the kernel. A frame longer than `_LONGEST_FRAME` breaks the connection.
+- While the user's account is overdrawn, no messages are read and the watch is in doubt. The watch subscribes only to the topic of the
+  kernel's first status, so that output stays in the kernel. A frame longer than `_LONGEST_FRAME` breaks the connection.
 """
 
 import asyncio

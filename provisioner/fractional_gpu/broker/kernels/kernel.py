@@ -28,7 +28,7 @@ from fractional_gpu.protocol.status import KernelFacts
 class Request:
     """A client's request to suspend or resize, from its event to its reply.
 
-    It is not stored on the lease, because the lease may have several requests at once. `declined` is the arbiter's refusal (reason,
+    A lease may have several of these at once. `declined` is the arbiter's refusal (reason,
     sentence).
     """
 

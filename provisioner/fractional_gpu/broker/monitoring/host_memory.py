@@ -2,7 +2,7 @@
 
 State saved from a device is in the memory of the kernel's own process. It counts against the machine and against every control group above
 that process. The arbiter receives the budget for all saved state, which falls below the current amount if the machine runs short. It also
-receives the suspended leases whose own control group is short of memory. The more room a group has, the less often it is read.
+receives the suspended leases whose own control group is short of memory. The more memory a group has left, the less often it is read.
 """
 
 import asyncio

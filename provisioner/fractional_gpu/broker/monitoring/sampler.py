@@ -222,7 +222,7 @@ class Sampler:
         return owners
 
     def _add_claimed(self, owners: dict[int, Owner], snapshot: Snapshot, uses: Mapping[str, DeviceUse | None]) -> None:
-        """Count a user's processes without a lease towards the user's claims on their device, as far as the claims have room."""
+        """Charge processes without a lease to their user's claims on the same device, as far as the claimed memory suffices."""
         claims = [(kernel, view) for kernel, view in self._broker.views() if kernel.launch.claim]
         left = {(kernel, device_id): view.reserved_mib for kernel, view in claims for device_id in view.device_ids}
         for must_fit, (kernel, view) in product((True, False), claims):

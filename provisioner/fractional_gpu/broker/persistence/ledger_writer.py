@@ -363,7 +363,7 @@ class LeaseRecords:
             kernel.link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
 
     def may_use(self, kernel: Kernel) -> tuple[str, ...]:
-        """Return the devices that a resident kernel may use now, which may be none.
+        """Return the devices that a resident kernel may use now, or an empty tuple.
 
         The ledger must contain the kernel's reservation, and the driver's memory limit for the kernel must allow it.
         """

@@ -118,7 +118,7 @@ class HostCapacity:
 
 
 def _capacity(pool: _Pool) -> PoolCapacity:
-    """Return one pool's forecast. This is a pure function. It takes up to some tenths of a second on a host whose devices differ."""
+    """Return one pool's forecast. A pure function, which takes up to some tenths of a second on a host whose devices differ."""
     counts = {milli: _count(pool, milli, load) for milli, load in pool.loads.items()}
     waiting_millionths = _waiting_millionths(pool)
     return PoolCapacity(

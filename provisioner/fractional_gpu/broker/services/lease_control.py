@@ -35,7 +35,7 @@ LONGEST_DEADLINE_MS = 7 * 86_400_000
 
 
 async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:
-    """Drain a device. It stays drained when the broker restarts. Raises LedgerError.
+    """Drain a device, which stays drained when the broker restarts. Raises LedgerError.
 
     If cancelled, the ledger may record the drain before the arbiter knows about it.
     """

@@ -89,7 +89,7 @@ class Yielder:
             await self._wake()
 
     def asked(self, kernel: Kernel) -> str:
-        """Return a sentence about what the server was asked for this waiting kernel, or "" once it has released most of that."""
+        """Return what the server was asked to do for this waiting kernel, or "" once the server has released most of its memory."""
         uses = {device_id: self._use(self._held, device_id) for device_id in self._held}
         there = {device_id for device_id, (before_mib, now_mib) in uses.items() if now_mib > before_mib / 2}
         return self._asked if self._may_ask(kernel, there) else ""

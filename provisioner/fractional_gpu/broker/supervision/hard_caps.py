@@ -1,4 +1,4 @@
-"""Caps that the driver enforces. Each control group may use as much of a device as its leases hold there.
+"""Memory caps that the driver enforces. Each control group may use as much memory of a device as its leases hold there.
 
 A group is limited if it contains only processes of one seat or user (`own_group`). Its limit is raised before one of its leases may use a
 device or is restored there, and lowered after a suspend. The limit ends with the group's last lease.

@@ -1,7 +1,7 @@
 """Processes and device memory that remain when a kernel ends, and what killed the kernel.
 
-- A lease's room is free when no process of the kernel's tree has device memory, whether on a device or saved on the host, and the devices
-  no longer count it. The driver frees memory only after a process has ended. If this is unknown, the room is not free.
+- A lease's memory is free when no process of the kernel's tree has device memory, whether on a device or saved on the host, and the devices
+  no longer count it. The driver frees memory only after a process has ended. If this is unknown, the memory is not free.
 - While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts for its owner, and is resumed if
   it was suspended. A new kernel of the lease takes it over. Processes that end together with their kernel have `_MOMENT_S` to do so.
 - Memory that a device charges to no process but still counts after `FREED_S` counts as used without a lease.
@@ -179,7 +179,7 @@ class Survivors:
         self._free(kernel)
 
     async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
-        """Return True if the room is free, False if processes keep the lease, or None to look again. Raises GPUError or OSError."""
+        """Return True if the memory is free, False if processes keep the lease, or None to look again. Raises GPUError or OSError."""
         left, unfreed = await self._look(kernel, root)
         passed_s = time.monotonic() - begun_s
         if left and passed_s < _MOMENT_S:
@@ -223,7 +223,7 @@ class Survivors:
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
         """Count device memory that was not freed as memory that is used without a lease.
 
-        Returns once the arbiter knows about it, because the room may be given away only then.
+        Returns once the arbiter knows about it, because only then may other leases get the rest of the lease's memory.
         """
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory: until it is freed, it counts as used without a lease",
@@ -295,7 +295,10 @@ class Survivors:
             self._broker.exited(kernel)
 
     async def end(self, kernel: Kernel) -> None:
-        """End the kernel's last processes, and return when its room is free. Raises ConflictError. If cancelled, they end all the same."""
+        """End the kernel's last processes, and return when its memory is free.
+
+        Raises ConflictError. If cancelled, signalled processes still end.
+        """
         await self.settled(kernel)
         if not kernel.ending.survivors:
             raise ConflictError(

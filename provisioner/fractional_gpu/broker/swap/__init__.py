@@ -1,1 +1,1 @@
-"""Suspending and resuming kernels: the steps of a swap, its operations, and the consequences of a driver error."""
+"""Suspends and resumes kernels: the single steps, whole operations, and the consequences of a driver error."""

@@ -1,4 +1,4 @@
-"""Checks whether a kernel can be checkpointed at all, once its gate is shut and before anything is locked.
+"""Checks whether a kernel can be checkpointed at all, once its cells are kept waiting and before any process is locked.
 
 The driver guarantees nothing about a process whose checkpoint failed, so known obstacles are looked for first.
 

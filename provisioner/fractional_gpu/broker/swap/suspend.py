@@ -1,4 +1,4 @@
-"""Suspends one kernel: closes its gate, and locks, checkpoints and verifies its processes.
+"""Suspends one kernel: keeps its cells waiting, and locks, checkpoints and verifies its processes.
 
 1. Close the gate (cells then wait), check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
 2. Check for known obstacles. Nothing is locked yet, so a refusal costs nothing. If too little host memory is reserved, ask the arbiter for
