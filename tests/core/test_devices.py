@@ -152,7 +152,7 @@ def test_a_resident_or_saved_lease_without_a_device_is_rejected(state: LeaseStat
 @pytest.mark.parametrize("state", [LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.ENDED])
 def test_a_recovery_in_a_state_that_cannot_be_found_is_refused_and_changes_nothing(state: LeaseState) -> None:
     hand = Hand()
-    with pytest.raises(ValueError, match="allowed: quarantined, resident, suspended, unarmed, unattached"):
+    with pytest.raises(ValueError, match="expected quarantined, resident, suspended, unarmed, unattached"):
         hand.arbiter.handle(_recovered("a", state))
     assert hand.arbiter.leases() == []
     hand.wait(1)

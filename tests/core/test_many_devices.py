@@ -160,7 +160,7 @@ def test_room_is_kept_on_all_its_devices_for_a_lease_that_was_passed_over_too_of
         (_spec("a", 4), "too-many-devices", "3 devices"),
         (_spec("a", 9), "too-many-devices", "at most 8"),
         (dataclasses.replace(_spec("a"), fraction_milli=500), "bad-size", "whole"),
-        (_spec("a", 0), "bad-size", "1 or more"),
+        (_spec("a", 0), "bad-size", "ask for one device"),
     ],
 )
 def test_what_can_never_be_is_refused(what: LeaseSpec, reason: str, said: str) -> None:

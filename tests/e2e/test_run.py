@@ -382,7 +382,7 @@ def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_i
         (("--serve", "70000", "--", "true"), 2, "--serve must be a whole number from 1 to 65535, not '70000'"),
         (("--devices", "9", "--", "true"), 2, "--devices must be a whole number from 1 to 8, not '9'"),
         (("--devices", "2", "--fraction", "1/4", "--", "true"), 2, "leave --fraction out"),
-        (("--priority", "high", "--", "true"), 2, "--priority is 'high'"),
+        (("--priority", "high", "--", "true"), 2, "'high'"),
         (("--memory", "much", "--", "true"), 2, "'much'"),
         (("--wait", "long", "--", "true"), 2, "'long'"),
         (("--wait", "2h", "--", "true"), 2, "--wait must be at most 1 h, not 2h; leave it out"),

@@ -376,7 +376,7 @@ def test_our_client_waits_as_long_as_it_is_told_and_goes_on(strict: LiveBroker) 
 def test_an_overdrawn_user_does_not_hold_up_the_brokers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "is_admin", lambda *_: False)
     with live_broker() as live, connected(live) as line:
-        charge(live, limits.COST_BURST_S + 0.01)
+        charge(live, limits.COST_BURST_S + 1)
         account = live.broker.costs.of_user(os.getuid())
         line.sendall(PING + b"\r\n")
         until(lambda: bool(account._waiting), "it waits for its turn")
