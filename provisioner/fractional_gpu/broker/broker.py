@@ -439,7 +439,7 @@ class Broker:
         kernel.watch_runner(kernel.launch.holder, later)
 
     def _runner_ended(self, kernel: Kernel) -> None:
-        """Keep the command of an ended runner on its device, or bring it back. No other process would request the device for it."""
+        """Keep a command whose runner (`jupyter gpu run`) has ended on its device, or bring it back, since no other process would."""
         kernel.end_runner()
         sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)

@@ -86,7 +86,7 @@ class Metering:
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with the figures of each write
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Continue from the previous broker's last write. Devices and pools must be known. Raises LedgerError."""
+        """Continue the count from the previous broker's last write. Devices and pools must be known. Raises LedgerError."""
         state = _read_state(ledger)
         same_boot = state.boot_id == self._boot_id
         if same_boot:

@@ -97,7 +97,7 @@ class UsageReports:
         return await self._writer.read_aside(read), found, note
 
     async def _refresh(self) -> None:
-        """Write new figures to the ledger, but not again within moments, so that readers cannot keep the disk busy."""
+        """Write new figures to the ledger, but at most once in `_FRESH_S`, so that readers cannot keep the disk busy."""
         if time.monotonic() - self._fresh_s >= _FRESH_S:
             self._fresh_s = time.monotonic()
             self._metering.write()

@@ -105,5 +105,5 @@ class Evictions:
         self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
-        """Return the sentence for a new lease with the same kernel id, but only once. Return "" if the last kernel was not evicted."""
+        """Return the recorded sentence for a lease with the same kernel id, but only once. Return "" if the last kernel was not evicted."""
         return self._sentences.pop((kernel.uid, kernel.facts.kernel_id), "")

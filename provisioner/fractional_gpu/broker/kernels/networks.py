@@ -32,7 +32,7 @@ class Networks:
         self._others: dict[NamespaceId, _Network] = {}
 
     def context_for(self, lease_id: str, identity: ProcessIdentity) -> zmq.asyncio.Context:
-        """Return the context for the process's loopback interface.
+        """Return the ZeroMQ context for the process's loopback interface.
 
         Blocks for some milliseconds the first time. Raises PermissionError or OSError.
         """

@@ -51,7 +51,7 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """Yield why the kernel waits, then `granted` or `refused`.
+        """File a ticket (not with `watch`). Yield why the kernel waits, then `granted` or `refused`.
 
         Closing the generator withdraws the ticket. With `hold`, closing it also ends the kernel's use of the GPU.
         """

@@ -69,7 +69,7 @@ class HardCaps:
             await self._look(kernel)
 
     async def _look(self, kernel: Kernel) -> None:
-        """Check whether an earlier broker limited the kernel's group."""
+        """Check whether an earlier broker limited the kernel's control group."""
         group, view = self._group(kernel), self._broker.arbiter.lease(kernel.lease_id)
         if group is None or view is None or self.why_not not in ("", _NOT_TRIED):
             return
