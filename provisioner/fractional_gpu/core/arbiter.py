@@ -84,7 +84,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine. `check` makes it an error to grant more memory than a device has. `forecasts` may come from an earlier one."""
+    """The state machine. With `check`, over-committing a device is an error. `forecasts` may come from an earlier arbiter."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Make forecasts for the waits and cells that began in the last event.
+        """Forecast the waits and cells that began with the last event.
 
         The driver calls this after it has sent the effects, so that they are sent sooner. Otherwise the next `handle` does this work first.
         The decisions are the same either way.
@@ -332,7 +332,7 @@ class Arbiter:
         return _device_views(self._books)
 
     def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
-        """Return the code and sentence with which a lease would be refused now, or None if it would be admitted. Change nothing."""
+        """Return the code and sentence with which a request for this lease would be refused now, or None if it would be admitted."""
         refused = refusal(self._books, spec)
         return None if refused is None else (refused.code, refused.sentence)
 

@@ -106,7 +106,7 @@ class Changes:
         self.record(lease.lease_id, f"declined.{reason}", sentence)
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Decline the request to suspend the lease, and drop the request."""
+        """Decline and forget the request to suspend the lease."""
         lease.suspend_requested_by = None
         self.decline(lease, reason, sentence)
 
@@ -357,14 +357,14 @@ class Changes:
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:
-        """Take a swap channel for the lease. Its operation carries the generation of the last state change."""
+        """Start an operation for the lease on a free swap channel. It carries the generation of the lease's last state change."""
         operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
         self._next_operation += 1
         self.operations[operation.operation_id] = lease.operation = operation
         return operation
 
     def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
-        """Free a finished operation's swap channel. Return its lease and duration in ms, or None if the report is stale or unknown."""
+        """Free the swap channel of an operation. Return its lease and duration in ms, or None if the report is stale or unknown."""
         operation = self.operations.get(reported.operation_id)
         known = operation == reported
         if known:

@@ -99,7 +99,7 @@ class Resume(DeviceEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapBreached(LeaseEffect):
-    """The lease uses more than its cap. Inform the kernel. With `Breach.KILL`, also end its processes that use the device."""
+    """The lease uses more than its cap. Inform the kernel. With `Breach.KILL`, also end the lease's processes that use the device."""
 
     action: Breach
     sentence: str
@@ -148,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """The time that a lease may outlive its seat is over. End its processes. This is repeated until they have ended, and then it ends."""
+    """The time that the lease may outlive its seat is over. End its processes. This effect is repeated until they have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,7 @@ class LeaseRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecovered(Event):
-    """A new broker has found the real state of a lease in the ledger. It is never refused, even if it over-commits a device."""
+    """A new broker has found the real state of a lease in the ledger. The lease is never refused, even if it over-commits a device."""
 
     spec: LeaseSpec
     state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
@@ -354,7 +354,7 @@ class ResumeFinished(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(LeaseEvent):
-    """The answer to `LookAgain`, with a quarantined lease's real state. If the driver failed, it is QUARANTINED and there is a sentence."""
+    """The answer to `LookAgain`, with the real state of a quarantined lease. If the driver failed, `state` is QUARANTINED."""
 
     generation: int
     state: LeaseState

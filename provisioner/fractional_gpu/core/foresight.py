@@ -63,7 +63,7 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether a sign of a coming cell counts now. A suspended kernel may be busy without a ticket, such as with a completion."""
+        """Return whether a sign of a coming cell counts now. A suspended kernel may be busy without a ticket, such as to complete code."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
@@ -136,7 +136,7 @@ def _may_resume_early(books: Books, lease: Lease) -> bool:
 
 
 def _resume_or_displace(changes: Changes, lease: Lease, capacity: Capacity) -> None:
-    """Begin the lease's resume, or the first suspend that makes room for it."""
+    """Begin to resume the lease, or to suspend the first of the leases that make room for it."""
     books, need_mib = changes.books, lease.need_mib
     devices = tuple(
         one for one in eligible_devices(books, books.policy(lease), lease) if _may_swap_early(books, one, lease, ())

@@ -77,7 +77,7 @@ class StartReservations:
         return taken
 
     def _may_have_more(self, lease: Lease, mib: int) -> bool:
-        """Return whether the lease's owner, who already has room, may have `mib` in total."""
+        """Return whether the leases without a process of this lease's owner, who already has room, may have `mib` in total."""
         pool = self._books.policy(lease)
         share_mib = pool_mib(self._books, pool) * pool.unattached_share_milli // 1000
         return mib <= share_mib and not self._keep_out_others(lease)

@@ -99,7 +99,7 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how many thousandths of a device its busy leases may need before the newcomer exceeds its pool's bound."""
+    """Return how many thousandths of a device its busy leases may need before the newcomer would exceed the pool's bound."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
@@ -118,14 +118,14 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
 
 def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the places on the least full devices, in the given order. `places` must not be empty."""
+    """Return those of the places that are on the least full devices, in the given order. `places` must not be empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
     return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
-    """Return by how much the newcomer would exceed its pool's bound on the device, in coarse steps, or 0 if its pool does not spread."""
+    """Return by how much the newcomer would exceed the pool's bound on the device, in coarse steps, or 0 if the pool does not spread."""
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)

@@ -115,7 +115,7 @@ class Turns:
 
 
 def ticket_of(lease: Lease) -> Ticket:
-    """Return the ticket of a queued lease. Raise ValueError if it has none."""
+    """Return the ticket of a queued lease. Raise ValueError if the lease is not queued."""
     if lease.ticket is None:
         raise ValueError(f"lease {lease.lease_id} has no ticket")
     return lease.ticket

@@ -70,7 +70,7 @@ def _record_drain(changes: Changes, lease: Lease, device: Device) -> None:
 
 
 def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
-    """Revoke a lease whose seat has ended. The caller must end its pin first."""
+    """Revoke a lease whose seat has ended. The caller must end the lease's pin first."""
     books = changes.books
     if lease.revoked:
         return
@@ -129,7 +129,7 @@ def _suspend_if_ready(changes: Changes, lease: Lease, reason: str, sentence: str
 
 
 def end_processes_if_due(changes: Changes, lease: Lease) -> None:
-    """End the processes of a revoked lease once its time is up."""
+    """End the processes of a revoked lease once the pool's `revoked_ttl_ms` has passed."""
     now_ms = changes.now_ms
     if lease.ends_ms is None or lease.ends_ms > now_ms:
         return

@@ -85,7 +85,7 @@ class Scheduler:
                 break
 
     def _settle_gates(self) -> None:
-        """Close and open the gates that the last pass chose. If no ticket waits, open all."""
+        """Close and open the gates that the last pass chose. If no ticket waits, open all gates."""
         last, self._last_pass = self._last_pass, None
         if last is not None and self._books.waiting:
             last.settle_gates()
@@ -99,7 +99,7 @@ class Scheduler:
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 
     def _take_due(self, lease: Lease) -> None:
-        """Act on the lease's deadlines that have passed, except on the one for an idle suspend."""
+        """Act on the deadlines of the lease that have passed, except the one for suspending an idle lease."""
         now_ms = self._changes.now_ms
         if lease.expires_ms is not None and lease.expires_ms <= now_ms:
             self._changes.end(lease, Cause.EXPIRED, "expired")

@@ -98,7 +98,7 @@ class _Group:
 
 
 def _bins_of(devices: int) -> int:
-    """Return the number of bins for this many devices. It is equal for each device, so that a seat that fills a device fills its bins."""
+    """Return the number of bins for this many devices. Each device has equally many, so that a seat that fills a device fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -146,7 +146,7 @@ def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int,
 
 
 def _millionths(active: list[int], expected_milli: int) -> int:
-    """Return E[N; S > C] / E[N], rounded up."""
+    """Return E[N; S > C] / E[N] in millionths, rounded up."""
     return min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected_milli * _WHOLE)))
 
 

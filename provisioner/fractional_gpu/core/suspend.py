@@ -313,7 +313,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that cover the shortage and fit in host memory, or () if they are too few. Leave out unneeded ones."""
+    """Return the first leases that cover the shortage and fit in host memory, but only as many as needed, or () if they are too few."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
@@ -343,7 +343,7 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The leases to suspend to make room for a ticket on these devices. The plan names none if suspends in progress free enough."""
+    """The leases to suspend to make room for a ticket on these devices. There may be none, because suspends in progress free enough."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]

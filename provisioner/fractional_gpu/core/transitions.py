@@ -83,7 +83,7 @@ TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
 
 
 def next_state(old: LeaseState | None, cause: Cause) -> LeaseState:
-    """Return the next state. Raise IllegalTransitionError if the table has none."""
+    """Return the next state. Raise IllegalTransitionError if the table has no such change."""
     try:
         return TABLE[old][cause]
     except KeyError:

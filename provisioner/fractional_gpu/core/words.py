@@ -299,7 +299,7 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
 def _described(
     books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], runs: str = "runs"
 ) -> Slowdown:
-    """Return the slowdown of a cell with this demand next to the neighbours on these devices."""
+    """Return how much the neighbours on these devices slow down a cell with this demand."""
     device, others = where
     if not others:
         return Slowdown()

@@ -34,7 +34,7 @@ class RequestedSizes:
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
 
     def usable(self, free_mib: int) -> int:
-        """Return how much of a device's free memory the requests for one device could use, in MiB times requests."""
+        """Return how much of a device's free memory each request for one device could use, added up over these requests, in MiB."""
         return sum([free_mib // mib * mib * weight for mib, weight in self._singles if mib <= free_mib])
 
 

@@ -117,7 +117,7 @@ class Durations:
 
 
 def rest_ms(durations: Sequence[int], elapsed_ms: int, part: float) -> int:
-    """Return a quantile of the remaining time after `elapsed_ms`.
+    """Return the quantile `part` of the time that remains after `elapsed_ms`, in ms.
 
     If no earlier duration was longer, the median remaining time is `elapsed_ms`.
     """
@@ -490,7 +490,7 @@ class Forecasts:
         return self.demands.milli(lease_id, pool)
 
     def demand_seen(self, lease_id: str, pool: str, milli: int, *, most_milli: int | None = None) -> int:
-        """Learn from a busy lease's use `milli`, in thousandths, and return its demand.
+        """Learn that a busy lease uses `milli` thousandths of a device, and return the lease's demand.
 
         On a full device, the demand is between `milli` and `most_milli`.
         """
@@ -535,7 +535,7 @@ class Forecasts:
 
 
 def _wait_class(kind: str, basis_ms: int) -> str:
-    """Return the class of a wait, which is its kind and its length in powers of four from a quarter of a second."""
+    """Return the class of a wait, by which forecasts are corrected. It has the kind of the wait and the magnitude of its length."""
     return f"{kind} {min(15, (basis_ms >> 8).bit_length() + 1 >> 1)}"
 
 

@@ -21,14 +21,14 @@ _LONGEST_SAMPLE_MS = 60_000  # a longer time between samples is ignored
 
 
 class HabitKind(StrEnum):
-    """The kinds of subjects of records. The values are stored in ledgers."""
+    """What a record of use can be about. The values are stored in ledgers."""
 
     NOTEBOOK = "notebook"
     SEAT = "seat"  # all kernels of one hub server together
 
 
 class HabitKey(NamedTuple):
-    """The subject of a record. `seated` is true if the owner is a hub user. `label` is the notebook, or empty for a seat."""
+    """What a record of use is about. `seated` is true if the owner is a hub user. `label` is the notebook, or empty for a seat."""
 
     pool: str
     owner: str
@@ -75,7 +75,7 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps the days of all notebooks and seats, and which of these days have changed since the last `take_changed`."""
+    """Keeps the daily records of all notebooks and seats, and which of them have changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
@@ -83,7 +83,7 @@ class UseRecorder:
         self._changed: dict[tuple[HabitKey, int, Share], ShareDay] = {}
 
     def load(self, key: HabitKey, day: ShareDay) -> None:
-        """Add a day from an earlier recorder."""
+        """Add a daily record from an earlier recorder."""
         self._days.setdefault(key, {})[day.day, day.share] = day
 
     def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
@@ -124,19 +124,19 @@ class UseRecorder:
         return one
 
     def forget(self, before_day: int) -> None:
-        """Drop the days before `before_day`."""
+        """Drop the records of the days before `before_day`."""
         for key, days in list(self._days.items()):
             self._days[key] = {name: one for name, one in days.items() if one.day >= before_day}
             if not self._days[key]:
                 del self._days[key]
 
     def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the days that have changed since the last call, with all their figures."""
+        """Return the daily records that have changed since the last call, each with all its figures."""
         changed, self._changed = self._changed, {}
         return [(key, one) for (key, _, _), one in changed.items()]
 
     def days(self, key: HabitKey) -> list[ShareDay]:
-        """Return the days of one notebook or seat, oldest first."""
+        """Return the daily records of one notebook or seat, oldest first."""
         return sorted(self._days.get(key, {}).values(), key=lambda one: (one.day, one.share))
 
     def keys(self) -> Iterator[HabitKey]:

@@ -38,12 +38,12 @@ class Books:
         self._number = 0
 
     def recheck_at(self, at_ms: int) -> None:
-        """Schedule a decision for `at_ms`, unless an earlier one is scheduled. A time in the past is ignored."""
+        """Schedule a run of the scheduler for `at_ms`, unless an earlier one is scheduled. A time in the past is ignored."""
         if at_ms > self.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
             self.recheck_ms = at_ms
 
     def is_time(self, at_ms: int | None) -> bool:
-        """Return whether it is `at_ms` or later, and schedule a decision if that time is still to come. None means never."""
+        """Return whether `at_ms` has been reached. If not, schedule a recheck for that time. None is never reached."""
         if at_ms is None:
             return False
         self.recheck_at(at_ms)
@@ -206,7 +206,7 @@ class Books:
         lease.spec = spec
 
     def refresh(self, lease: Lease) -> None:
-        """Invalidate the sums of the lease's devices and update its meter. Call this after each change."""
+        """Recompute the sums of the lease's devices when they are next read, and update its meter. Call this after each change."""
         self._forget_sums(lease)
         self.accounts.meter(lease, self.now_ms)
 

@@ -336,7 +336,7 @@ class Lease:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether the lease's ticket waits only for room. An operation or quarantine of the lease must end first."""
+        """Whether the lease's ticket waits only for room. This is false while the lease is in an operation or in quarantine."""
         if self.ticket is None:
             return False
         if self.state is LeaseState.UNATTACHED and not self.held_mib:
