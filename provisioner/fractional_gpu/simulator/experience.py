@@ -129,13 +129,13 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a cell that still waits against the goal. Call this once the wait exceeds the goal's wait limit with the index `limit`."""
+        """Count a cell that still waits, once its wait exceeds the goal's wait limit with the index `limit`."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that begins after `wait_ms`. For the `overdue` shortest limits of the goal, `overdue()` has already counted it."""
+        """Count a cell that begins after `wait_ms`. The method `overdue` has already counted it for the `overdue` shortest limits."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):

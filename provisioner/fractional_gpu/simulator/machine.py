@@ -128,10 +128,10 @@ class Host:
 
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
-    """Return the smallest fraction on offer, in milli-GPU, that covers the session's request on such a device, and its cap in MiB.
+    """Return the smallest fraction on offer, in milli-GPU, that covers the session's request on a device, and its cap in MiB.
 
     A session requests its peak memory unless it says otherwise. If it requests more than any fraction has, it gets the largest fraction.
-    Raise SimulationError if no fraction covers the peak.
+    Raise SimulationError if no fraction covers the peak. `device_mib` is the device's memory.
     """
     peak, largest = max(1, session.peak_mib), max(pool.fractions_milli, default=1000)
     if peak <= device_mib * largest // 1000:

@@ -156,7 +156,7 @@ class HostMeter:
         return self._devices[device_id].drawn_uj
 
     def read(self, at_ms: int) -> None:
-        """Read all counters. The simulation calls this so often that no interval between readings crosses an hour."""
+        """Read all counters. This is called so often that no interval between readings crosses an hour."""
         wall = BEGINS_MS + at_ms
         if not wall % HOUR_MS:
             wall -= 1  # the interval that ends now belongs to the past hour

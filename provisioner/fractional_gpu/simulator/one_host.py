@@ -63,7 +63,7 @@ _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The state that the hosts of a run share. `over` is called when a session's lease ends, and `ended` when the session is over."""
+    """The state that all hosts of a run share. `over` is called when a session's lease ends, and `ended` when the session is over."""
 
     moments: Moments
     accounts: Accounts

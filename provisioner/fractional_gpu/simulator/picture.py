@@ -126,7 +126,7 @@ def _over_time(
 
 
 def _steps(at_ms: Sequence[int], values: Sequence[int], since_ms: int, until_ms: int) -> list[int]:
-    """Return the largest value in each of several equal steps of time, so that no peak is lost."""
+    """Divide the time into equal steps and return the largest value in each, so that no peak is lost."""
     steps: list[int] = []
     last = at = 0
     for step in range(_STEPS + 1):

@@ -83,7 +83,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One kernel with its cells, ordered by start. `gpus` and `gpu_mib` are what it would have reserved.
+    """One kernel with its cells, ordered by start. `gpus` and `gpu_mib` are what it would reserve without sharing.
 
     `asked_mib` is the memory that it requests on each GPU, or 0 to request what it needs. `pool` is empty for the default pool.
     """
