@@ -63,7 +63,7 @@ _FORMS = ("form-action 'none'", "form-action 'self'")
 
 
 class _BaseHandler(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # untyped
-    """Identifies the user, and refuses requests before they are handled."""
+    """Identifies the user, and refuses requests that are not allowed before they are handled."""
 
     viewer: Viewer
     _cached_hub_user: dict[str, Any] | None  # JupyterHub's library sets this to the user of the cookie or token

@@ -174,7 +174,7 @@ class Acquirer:
                     waiter.put(refusal)
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
-        """Repeat the call until the broker answers. Return None if the GPU was granted (the gate is open) or the ticket was withdrawn."""
+        """Repeat the call until the broker answers. Return the refusal, or None after a grant or if the ticket was withdrawn."""
         # The line for the wait needs `units`. Import it now, because later the process may have no descriptor left for an import.
         from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import (  # noqa: PLC0415 - as above
@@ -334,7 +334,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines. Return False when the gate opens, or True if the cell may run while the gate is shut.
+    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell may run while the gate is shut.
 
     Raises RefusedError or KeyboardInterrupt.
     """
@@ -423,7 +423,7 @@ _NOT_INITIALIZED, _NO_DEVICE = 3, 100  # CUDA_ERROR_...
 
 
 class FirstGrant:
-    """Keeps torch from looking for devices before the first grant. `bind` needs the gate's lock, and `check` the thread of the cells."""
+    """Keeps torch from looking for devices before the first grant. Call `bind` under the gate's lock, and `check` in the cells' thread."""
 
     def __init__(self, hooks: ImportHooks, environment: Mapping[str, str] = os.environ) -> None:
         self._hooks = hooks

@@ -305,7 +305,7 @@ class FractionalGPUApp(ExtensionApp):
         self._emit_state()
 
     def _lost(self, error: FractionalGPUError) -> None:
-        """Clear the status. A new broker does not announce itself, so `follow` keeps trying."""
+        """Clear the status after the connection is lost. A new broker does not announce itself, so `follow` keeps trying."""
         if error.reason not in {"no-broker", "hung-up"} and str(error) != self._complaint:
             self._complaint = str(error)
             log.info("GPU status: %s", error)

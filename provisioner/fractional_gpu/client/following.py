@@ -95,7 +95,7 @@ async def follow(
     take: Callable[[HostStatus], None],
     lost: Callable[[FractionalGPUError], None],
 ) -> None:
-    """Call `take` with the host's status now and after each change, or `lost` with the error. Runs until cancelled.
+    """Call `take` with the host's status now and after each change, and `lost` with each error. Runs until cancelled.
 
     A busy event loop gets fewer and newer statuses, because the broker queues no lines.
     """

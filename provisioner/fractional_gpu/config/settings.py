@@ -354,7 +354,7 @@ def load(
 
 
 def _search() -> tuple[Path, ...]:
-    """Return the files along Jupyter's path, the least important first."""
+    """Return the configuration files along Jupyter's configuration path, the least important first."""
     try:
         folders = jupyter_config_path()
     except RuntimeError as error:  # this user has no home folder
@@ -365,7 +365,7 @@ def _search() -> tuple[Path, ...]:
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    """Run the file and return its GPUBroker settings. Raises ConfigError with the line that failed."""
+    """Run the configuration file and return its GPUBroker settings. Raises ConfigError with the line that failed."""
     try:
         mode = file.stat().st_mode
     except OSError as error:

@@ -231,7 +231,7 @@ class SeatFiles:
 
     @contextmanager
     def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
-        """Write the request, and prevent other processes from registering it during the block. Raises OSError."""
+        """Write the job's request, and prevent other processes from registering it during the block. Raises OSError."""
 
         def lock(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

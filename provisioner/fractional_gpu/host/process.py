@@ -130,12 +130,12 @@ def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
 
 
 def owner_uid(pid: int, *, proc: Path = PROC) -> int:
-    """Return the real uid, even if the process may not be traced and /proc/PID belongs to root. Raises ProcessLookupError."""
+    """Return the process's real uid, even if the process may not be traced and /proc/PID belongs to root. Raises ProcessLookupError."""
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
 def owner_and_name(pid: int, *, proc: Path = PROC) -> tuple[int, str]:
-    """Return the real uid and the name that the process gave itself. Both come from one read, because the pid could be reused."""
+    """Return the process's real uid and the name that it gave itself. Both come from one read, because the pid could be reused."""
     status = read_of(pid, "status", proc=proc)
     name = status.partition(b"\n")[0].partition(b":")[2]  # this may be empty; the kernel escapes line feeds
     return parse_uid(status), name.strip().decode("utf-8", "backslashreplace")
@@ -466,7 +466,7 @@ _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Return whether the process maps a file whose path matches. Return `unreadable` if its maps cannot be read. Blocks."""
+    """Return whether the process maps a file whose path `fits`. Return `unreadable` if its maps cannot be read. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -476,7 +476,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a file open whose path matches. Return True if it has 65,536 or more descriptors. Blocks."""
+    """Return whether the process has a file open whose path `fits`. Return True if it has 65,536 or more descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:

@@ -95,7 +95,7 @@ class KernelPlan:
 def plan_kernel(
     argv: Sequence[str], environment: Mapping[str, str], folder: str, language: str = "python"
 ) -> KernelPlan:
-    """Find out whether `argv` can load the extension. This may run the kernel's interpreter. Never raises."""
+    """Find out whether the kernel that `argv` starts can load the extension. This may run the kernel's interpreter. Never raises."""
     position = find_ipykernel(argv)
     if position is None:
         hidden = argv and language.lower() == "python"

@@ -97,7 +97,7 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Return whether the process may be frozen and therefore unable to exit."""
+        """Return whether the GPU state of the process may be saved or moving, so that the process cannot exit."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 

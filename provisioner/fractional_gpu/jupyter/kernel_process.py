@@ -26,7 +26,7 @@ class ProcessGoneError(Exception):
 
 
 def identity_of(pid: int) -> dict[str, Any]:
-    """Return pid, start_time (in clock ticks since boot) and boot_id. Raises ProcessGoneError."""
+    """Return the pid, the start_time (in clock ticks since boot) and the boot_id of a process. Raises ProcessGoneError."""
     try:
         return own_identity(pid, identify).to_dict()
     except OSError as error:

@@ -162,7 +162,7 @@ def remove(
     user: bool = False,
     directory: str | None = None,
 ) -> list[InstalledSpec]:
-    """Remove our kernelspecs with these names, or all of them for None, and return them. Include shadowed ones.
+    """Remove our kernelspecs with these names, or all of them for None, even shadowed ones. Return what was removed.
 
     Raises NotFoundError, before anything is removed, for a name that is not ours. Raises FractionalGPUError for other failures.
     """

@@ -423,7 +423,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
-        """Attach the new process. Raises FractionalGPUError, even if the process has already ended. Blocks."""
+        """Attach the new process to the lease. Raises FractionalGPUError for all failures, such as a process that has ended. Blocks."""
         process = self.process
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)

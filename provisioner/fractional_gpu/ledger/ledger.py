@@ -412,7 +412,7 @@ class Ledger:
         return str(rows[0]["value"]) if rows else None
 
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
-        """Delete some history before `before_ms`, and some of the leases' usage before `accounts_before_ms`. Keep live rows.
+        """Delete some of the history before `before_ms` and of the leases' usage before `accounts_before_ms`, but no rows of live leases.
 
         This also returns freed space to the file system. Returns True if more rows are left. In that case call it again, with pauses
         between the calls, because kernels wait for other writes.

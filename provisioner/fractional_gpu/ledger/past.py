@@ -1,4 +1,4 @@
-"""Reads the leases and turns in a ledger with a read-only connection, whether or not a broker runs."""
+"""Reads the leases in a ledger, and the turns in which they held the GPU, with a read-only connection, whether or not a broker runs."""
 
 import sqlite3
 from contextlib import closing
@@ -16,7 +16,7 @@ from fractional_gpu.ledger.schema import APPLICATION_ID
 
 @dataclass(slots=True)
 class PastLease:
-    """A lease with its turns, oldest first. Times are in milliseconds since 1970. `ended_ms` is None for a live lease."""
+    """A lease with its turns on the GPU, oldest first. Times are in milliseconds since 1970. `ended_ms` is None for a live lease."""
 
     spec: LeaseSpec
     created_ms: int

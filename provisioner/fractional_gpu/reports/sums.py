@@ -49,7 +49,7 @@ def summed(
     carbon_of: CarbonOf | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageEntry]:
-    """Return the sums by `by` and currency, sorted. Rows have `columns_for(by)`, `currency`, and `hour` for times."""
+    """Return sorted sums by the columns in `by` and the currency. Rows have `columns_for(by)`, `currency`, and `hour` for times."""
     named = with_account(by)
     text = lru_cache(maxsize=None)(time_text)  # there are many rows, but few hours
 
@@ -85,7 +85,7 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 
 
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
-    """Return the sums of a finer report's entries. Days can be summed from hours, and months from either.
+    """Sum the entries of a finer report by the columns in `by`. Days can be summed from hours, and months from either.
 
     Raises KeyError if the report is coarser.
     """

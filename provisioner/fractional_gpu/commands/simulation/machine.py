@@ -24,7 +24,7 @@ _FORM = (
 
 
 class MachineOptions:
-    """The options for the machine. `shapes` has the MiB of each GPU of each host, but only one host with `--find-devices`.
+    """The options for the machine. `shapes` lists the MiB of each GPU for each host, or for one host with `--find-devices`.
 
     Raises UsageError or ConfigError.
     """

@@ -296,7 +296,7 @@ class Context:
         return total - int(self.store.query(HELD, device.device_id)[0][0]), total
 
     def allocate(self, n_bytes: int) -> int:
-        """Allocate memory and return the allocation's number. Raises SimulatedOutOfMemory. Use this only inside the gate."""
+        """Allocate memory and return the allocation's number. Raises SimulatedOutOfMemory. Use this only inside `Gate.call`."""
         self._check_host(n_bytes)
         added = 0
 
@@ -320,7 +320,7 @@ class Context:
         return added
 
     def free(self, numbers: list[int]) -> None:
-        """Free these allocations. Those that are already free are ignored. Use this only inside the gate."""
+        """Free these allocations. Those that are already free are ignored. Use this only inside `Gate.call`."""
         for number in numbers:
             with self.store.transaction() as db:
                 row = db.execute(
@@ -340,7 +340,7 @@ class Context:
 
     @contextmanager
     def working(self, seconds: float | None = None, milli: int = WHOLE) -> Iterator[Piece]:
-        """Count this process as working on the device during the block. Use this only inside the gate.
+        """Count this process as working on the device during the block. Use this only inside `Gate.call`.
 
         `seconds` is how long the work takes when no other work slows it down, or None if unknown. `milli` is the part of the device that
         the work uses, in thousandths.

@@ -156,9 +156,9 @@ class Load:
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
-    """Return how much of its device the process has used since `since_ns`, in thousandths. Return 0 if the process has ended.
+    """Return how much of its device the process has used since `since_ns`, in milli-GPU. Return 0 if the process has ended.
 
-    The time before the oldest total is left out, because the use in that time is unknown.
+    If the process has not published a total that is old enough, the time before its oldest total is left out.
     """
     found = _read(store, process)
     if found is None:

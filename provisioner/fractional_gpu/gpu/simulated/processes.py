@@ -211,7 +211,7 @@ def write_gate(folder: Path, value: bytes) -> None:
 
 
 def open_gate(store: Store, key: str) -> None:
-    """Let calls pass. The caller must hold the operation lock. Raises FileNotFoundError."""
+    """Let the process's calls pass the gate. The caller must hold the operation lock. Raises FileNotFoundError."""
     folder = store.process_folder(key)
     write_gate(folder, OPEN)
     process = find_process(store, key)
