@@ -20,8 +20,8 @@ class UsageQuery(Struct, frozen=True, kw_only=True):
 
     `by` is a comma-separated list of names from `USAGE_BY`. If it is empty, the report has one sum per currency. `since_s` and `until_s`
     are in seconds since 1970 and select the hours that begin in this range. The other fields select an exact name; an empty name selects
-    the time when no lease held the device. `seated` selects only users of the hub (1) or only users of the machine (0), because the same
-    name in both means two different users.
+    what has no such name, such as the time when no lease held the device. `seated` selects only users of the hub (1) or only users of the
+    machine (0), because the same name in both means two different users.
     """
 
     by: str = ""

@@ -1,6 +1,6 @@
 """Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user can checkpoint here. They change nothing.
 
-The checks recommend huge pages, because page faults are the slow part of saving GPU memory to host memory. Without a GPU, one thread filled
+The checks suggest huge pages, because page faults are the slow part of saving GPU memory to host memory. Without a GPU, one thread filled
 memory at 1.65 GB/s on 4 KiB pages, and two threads at 8.6 GB/s on huge pages. A trial checkpoint claims the devices and skips those that a
 broker manages, because two workers at a time are not safe.
 """

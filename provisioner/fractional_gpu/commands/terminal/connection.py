@@ -1,4 +1,4 @@
-"""Connects commands to a running broker, or restarts a broker that crashed. If no broker has run before, none is started."""
+"""Connects commands to a running broker. A broker is started only if an earlier one crashed, or ended while kernels had leases."""
 
 import os
 from collections.abc import Callable, Iterator
