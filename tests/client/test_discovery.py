@@ -169,8 +169,10 @@ def test_a_service_whose_folder_this_user_may_not_enter_is_the_broker(monkeypatc
     assert socket_path() == discovery.SYSTEM_SOCKET
 
 
-def test_a_service_that_has_never_run_is_the_broker_and_no_other_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path(discovery.SYSTEM_UNIT).touch()
+def test_a_service_that_has_never_run_is_the_broker_and_no_other_starts(
+    monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    (home / "no-system.service").touch()
     assert socket_path() == discovery.SYSTEM_SOCKET
     monkeypatch.setattr(discovery, "_is_service", lambda path: path == discovery.SYSTEM_SOCKET)
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
