@@ -129,7 +129,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
         """Return the wanted pool and milli-GPU. What the user left out comes from the offer that is closest to the defaults.
 
-        If the user has chosen nothing or no offer fits, return the defaults; if they are refused later, the refusal says what is on offer.
+        If the user has chosen nothing or no offer fits, use the defaults. If these are refused later, the refusal says what is on offer.
         Raises the error that stops the spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
@@ -198,7 +198,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of the start from its beginning, and then those of the spawner below."""
+        """Yield the events of the start from its beginning, and then the events of the spawner class that follows this mixin."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event
@@ -209,7 +209,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence that lists the shares that are free now, or "". If `without` is set, mention that a server may have no GPU."""
+    """Return a sentence that lists the shares that are free now, or "". If `without` is set, it also lists "a server without a GPU"."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools

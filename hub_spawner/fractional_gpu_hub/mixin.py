@@ -108,7 +108,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return self.gpu_socket
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may use the seat, or None if the token is enough."""
+        """Return the only uid that may use the seat, or None if any process that has the seat's token may use it."""
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 

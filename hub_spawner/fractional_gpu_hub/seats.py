@@ -48,7 +48,7 @@ _STATUS = {
 
 
 class _SpawnError(web.HTTPError):
-    """An HTTPError whose text is its message, because the spawn page of JupyterHub 5 shows the text of the exception."""
+    """An HTTPError whose `str()` is only the message for the user, because JupyterHub 5 shows `str()` on the spawn page."""
 
     def __str__(self) -> str:
         return str(getattr(self, "jupyterhub_message", super().__str__()))
@@ -137,7 +137,7 @@ def spawn_ended(outcome: str, reason: str = "") -> None:
 
 
 def spawn_failed(error: BaseException) -> None:
-    """Count a failed spawn as `refused` if the error has a sentence for the user, or else as `failed` with the class of the error."""
+    """Count a failed spawn: as `refused` with the reason of an HTTPError, or as `failed` with the class of any other error."""
     if isinstance(error, web.HTTPError):
         spawn_ended("refused", str(getattr(error, "reason", "") or "unknown"))
     else:
@@ -237,7 +237,7 @@ def _has_seat(spawner: Any, seat: SeatStatus) -> bool:  # noqa: ANN401 - Jupyter
 
 
 def start_reconciling(socket: str) -> None:
-    """Check the seats now and then every minute. Outside the process of a hub, this does nothing."""
+    """Give leftover seats back now, and again every minute. If this process is not a hub, do nothing."""
     app = _running_hub()
     if getattr(app, "hub", None) is None:
         return
@@ -251,7 +251,7 @@ def start_with_hub(socket: str) -> None:
 
 
 def expect_service(name: str, call: str) -> None:
-    """Log an error if the service that `call` has added is missing when the hub begins to serve."""
+    """Log an error if the service `name` is missing when the hub begins to serve. `call` is the function that added it."""
 
     def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
         if not any(service.get("name") == name for service in app.services):

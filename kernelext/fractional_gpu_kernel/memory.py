@@ -95,7 +95,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Before each call that counts, call `report` with the sentence, in the same thread. Functions that do not exist are skipped."""
+    """Before each call that counts, call `report` with `call.sentence`, in the same thread. Functions that do not exist are skipped."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -147,7 +147,7 @@ CONTEXT_MIB = 512  # a context with a framework's kernels and the cuBLAS workspa
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return how many MiB a framework may allocate: the cap minus the context, but at least half the cap (a quarter if that is large)."""
+    """Return a framework's limit in MiB: the cap minus the context, but at least half the cap, or a quarter if the context is large."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -342,7 +342,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads this variable. Return False for another process, whose packages are unknown."""
+        """Return whether the installed package reads this variable. If the environment is for another process, return False."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -643,7 +643,7 @@ def _torch() -> str:
 
 
 def _fbgemm() -> str:
-    """Return a sentence if an operator for managed memory was called: called operators become attributes of torch's `_OpNamespace`."""
+    """Return why the process cannot be saved if fbgemm_gpu's operators for managed memory were used, otherwise ""."""
     torch = sys.modules.get("torch")
     if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
         return ""

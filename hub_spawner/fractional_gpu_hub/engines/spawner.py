@@ -175,7 +175,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         return started
 
     async def _gpu_follow_queue(self) -> None:
-        """Show the engine's reasons. A failure is only logged, because the start does not depend on them."""
+        """Show the user why the engine keeps the request waiting. If this fails, log it, because the server can start anyway."""
         try:
             async with contextlib.aclosing(self.gpu_queue()) as sentences:
                 async for sentence in sentences:

@@ -115,7 +115,7 @@ _LATER = (
 
 
 class StartupPlaceholder:
-    """Answers 425 at the address of the service until `hand_over`. Raises OSError if the port remains in use."""
+    """Answers requests to the service with status 425 until `hand_over` is called. Raises OSError if the port remains in use."""
 
     def __init__(self, url: str) -> None:
         place = urlsplit(url)

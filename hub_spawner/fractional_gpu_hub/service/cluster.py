@@ -70,7 +70,7 @@ class ClusterFollower:
 
     @property
     def snapshot(self) -> ClusterSnapshot:
-        """The state of the cluster at the last reading. Each access makes the follower continue for longer."""
+        """The state of the cluster at the last reading. After each access, the engine is queried for another `LINGER_S`."""
         self._asked_s = time.monotonic()
         self._asked.set()
         return self._snapshot

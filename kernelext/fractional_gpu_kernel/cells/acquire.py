@@ -274,7 +274,7 @@ class Acquirer:
 
 
 class Turns(Acquirer):
-    """Shows the state of the queue below a preempted cell, for which the broker has filed a ticket."""
+    """Shows how a preempted cell waits, as a line below the cell. The broker has filed a ticket for the cell."""
 
     _watch = True
 
@@ -473,7 +473,7 @@ def _not_yet() -> None:
 
 
 def _answer() -> int:
-    """Return the error number with which CUDA counts its devices, or 0 if no driver is loaded."""
+    """Ask CUDA for the number of devices. Return the error number of this call, which is 0 on success or if no driver is loaded."""
     if not any(name.startswith("libcuda.so.") for name in mapped_files()):
         return 0
     import ctypes  # noqa: PLC0415 - off the kernel's start

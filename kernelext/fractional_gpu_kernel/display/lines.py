@@ -291,6 +291,6 @@ class Notices:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return the errors that occur when a message is published without free descriptors. Every Jupyter kernel has loaded ZeroMQ."""
+    """Return the errors that publishing a message can raise if the process has no free file descriptors."""
     zmq = sys.modules.get("zmq")
     return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

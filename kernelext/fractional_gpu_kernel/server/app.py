@@ -1,4 +1,4 @@
-"""The application of the server extension: its routes, its subscription to the broker, and the server's event stream."""
+"""The Jupyter server extension's application: its routes, its subscription to the broker, and the server's event stream."""
 
 import asyncio
 import json
@@ -291,7 +291,7 @@ class FractionalGPUApp(ExtensionApp):
         return kernel_id in self.serverapp.kernel_manager
 
     def _spare_holders(self) -> None:
-        """If the broker ends idle kernels, make kernels with GPU state, and this server, look active, so that idle cullers spare them."""
+        """Make this server and its kernels with GPU state look active to idle cullers, if the broker is set to end idle kernels itself."""
         if self._status is None or not self._status.culls_idle:
             return
         for lease in self._status.leases:
@@ -320,7 +320,7 @@ class FractionalGPUApp(ExtensionApp):
             self.serverapp.event_logger.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
-        """Send the new state when a kernel starts, restarts or ends. Also show the kernel's notice."""
+        """Send the new state when a kernel starts, restarts or ends. Also show the kernel's notice, if it has one."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
             for _ in range(_LISTING_STEPS):  # the kernel manager lists the kernel a moment after this event

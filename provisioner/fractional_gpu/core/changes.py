@@ -239,7 +239,7 @@ class Changes:
         lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Record in the lease's story why its ticket waits, unless the story or the lease's sentence already says so."""
+        """Record in the lease's story why its ticket waits, unless the cause of the last state change already says so."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code

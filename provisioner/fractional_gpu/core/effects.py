@@ -130,7 +130,7 @@ class SuspendAnnounced(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNotice(LeaseEffect):
-    """Tell the lease's user in the notebook at once that the lease's device will go away, or that the device stays after all.
+    """Tell the lease's user in the notebook at once that the lease's device will become unavailable, or stays after all.
 
     The arbiter also records this in the lease's story.
     """
@@ -148,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """The time that the lease may outlive its seat is over. End its processes. This effect is repeated until they have ended."""
+    """The pool's `revoked_ttl_ms` has passed since the lease's seat ended. End its processes. This effect is repeated until they have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

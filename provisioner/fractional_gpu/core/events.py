@@ -52,9 +52,9 @@ class DeviceLost(Event):
 class DeviceDrained(Event):
     """An administrator drains a device. It admits no lease, and its idle leases are suspended. With `evict_busy`, so are its busy leases.
 
-    The device goes away at `deadline_ms`, if that is given (`revoke`). Until then, leases that can be saved are suspended, even during a
-    cell, and the users of other leases get a `UserNotice`. After the deadline, the drain continues like a drain without one. A later
-    event replaces this one.
+    If `deadline_ms` is given, the device becomes unavailable then (`revoke`). Before that, leases that can be saved are suspended, even
+    during a cell, and the users of other leases get a `UserNotice`. Afterwards, the drain continues like a drain without a deadline. A
+    later event replaces this one.
     """
 
     device_id: str
@@ -64,7 +64,7 @@ class DeviceDrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUndrained(Event):
-    """The drain ends. The device admits leases again, and does not go away."""
+    """The drain ends. The device admits leases again, and stays available."""
 
     device_id: str
 
@@ -328,7 +328,7 @@ class HostMemoryNeeded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFinished(LeaseEvent):
-    """The answer to `Suspend`. It is stale if its operation or generation differs. A stale answer is recorded and ignored."""
+    """The answer to `Suspend`. If it is not about the suspend in progress, by operation id and generation, it is recorded and ignored."""
 
     operation_id: int
     generation: int

@@ -23,7 +23,7 @@ from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli,
 from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
-"""An expectation lapses at most this long after its last sign."""
+"""A cell is expected for at most this long after its last sign."""
 _HOUR_MS = 3_600_000
 _SIGNS = {
     Sign.FOCUS: "its notebook came to the front",
@@ -63,7 +63,7 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether a sign of a coming cell counts now. A suspended kernel may be busy without a ticket, such as to complete code."""
+        """Return whether a sign of a coming cell counts now. It does not if a cell runs or waits, or if only a cell may resume it."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
@@ -78,7 +78,7 @@ class Expectations:
         self._settle(lease, true=True)
 
     def take_due(self, lease: Lease) -> None:
-        """End an expectation that has lapsed, and begin one that the lease's rhythm predicted for now."""
+        """Forget the expected cell if it has not come in time. Expect a cell if the lease's rhythm predicts one for now."""
         now_ms, known = self._changes.now_ms, lease.expectation
         if known is not None and known.until_ms <= now_ms:
             self._settle(lease, true=False)
@@ -199,7 +199,7 @@ def _stays(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` is expected to run before the lease's expectation lapses."""
+    """Return whether `other` is expected to run a cell before the latest time at which the lease's cell is expected."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     return is_expected(books, other) or books.now_ms + next_cell_in_ms(books, other) <= until_ms
 

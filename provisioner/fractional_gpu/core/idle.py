@@ -134,7 +134,7 @@ def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn what it costs to hold idle leases. This is called for each lease that gets room, with or without a ticket."""
+    """Learn from a lease that gets room how much time its cell lost because idle leases held memory (none without a ticket)."""
     pool = lease.spec.pool
     # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

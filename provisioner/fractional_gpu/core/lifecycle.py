@@ -35,7 +35,7 @@ class StartReservations:
         self._books = changes.books
 
     def request(self, lease: Lease, *, urgent: bool = False) -> None:
-        """File a ticket for a lease that wants room before its process starts, or park it behind its owner's other leases."""
+        """File a ticket for a lease without a process. If its owner has too many such leases, park it: it waits without a ticket."""
         books = self._books
         if lease.ticket is None and lease.lease_id not in books.parked:
             books.parked[lease.lease_id] = lease
@@ -77,7 +77,7 @@ class StartReservations:
         return taken
 
     def _may_have_more(self, lease: Lease, mib: int) -> bool:
-        """Return whether the leases without a process of this lease's owner, who already has room, may have `mib` in total."""
+        """Return whether this lease's owner, who already has room, may have `mib` in total for leases without a process."""
         pool = self._books.policy(lease)
         share_mib = pool_mib(self._books, pool) * pool.unattached_share_milli // 1000
         return mib <= share_mib and not self._keep_out_others(lease)
@@ -334,7 +334,7 @@ class Lifecycle:
             lease.suspend_requested_by = by  # `Scheduler` begins it, or declines with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Record whether the process can be checkpointed. Once it can be again, earlier failures no longer delay a suspend."""
+        """Record whether the process can be checkpointed. If this has become possible again, earlier failures no longer delay a suspend."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

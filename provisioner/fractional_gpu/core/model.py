@@ -284,7 +284,7 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A read-only view of one device. `over_committed` is true if reservations and strangers exceed the memory that can be leased."""
+    """A read-only view of one device. It is `over_committed` if reservations and other processes exceed the memory that can be leased."""
 
     device_id: str
     name: str

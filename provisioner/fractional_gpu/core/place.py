@@ -99,7 +99,7 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how many thousandths of a device its busy leases may need before the newcomer would exceed the pool's bound."""
+    """Return how much of a device other busy leases may need so that the newcomer stays within its pool's bound, in thousandths."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 

@@ -367,7 +367,7 @@ class QueuePass:
         self._set_wait(lease, ticket, wait)
 
     def _may_begin(self, victim: Lease) -> bool:
-        """Return whether a planned suspend can begin now. An earlier suspend may have reserved more host memory than it needs."""
+        """Return whether a planned suspend can begin now, which needs a free swap channel and enough unreserved host memory."""
         return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
     def _begin_suspend(self, victim: Lease, lease: Lease, why: tuple[str, str]) -> None:

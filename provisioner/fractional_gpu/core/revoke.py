@@ -1,4 +1,4 @@
-"""Suspends leases that must leave their devices, because the device is drained or goes away, or because the lease's seat has ended.
+"""Suspends leases that must leave their devices, because a device is drained or becomes unavailable, or because a seat has ended.
 
 Pins and minimum residency do not protect a lease from this. A lease that cannot be suspended, because of its process, its device or host
 memory, stays until this is possible.
@@ -10,9 +10,9 @@ says so.
 loses its guarantee, ticket and pin. It is suspended even in the middle of a cell, and is not resumed until it has another seat. After the
 pool's `revoked_ttl_ms` its processes are killed, and the lease ends with them.
 
-**Devices that go away at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases that it can. Idle leases are
-saved at once, and busy leases as late as their swaps allow. Users are told what cannot be saved. After the deadline, the device is drained
-like any other.
+**Devices that become unavailable at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases that it can. Idle
+leases are saved at once, and busy leases as late as their swaps allow. Users are told what cannot be saved. After the deadline, the device
+is drained like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ _END_AGAIN_MS = 60_000  # after this, processes that are still alive are ended a
 
 
 def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
-    """Begin to drain a device. `deadline_ms` is when the device goes away, or None if it stays."""
+    """Begin to drain a device. `deadline_ms` is when the device becomes unavailable, or None if it stays."""
     device = changes.books.devices.get(device_id)
     if device is None:
         return
@@ -147,7 +147,7 @@ def _can_be_saved(changes: Changes, lease: Lease) -> bool:
 # -- saving before a deadline ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A lease to save from a device that goes away. Times are in ms of the arbiter's clock."""
+    """A lease to save before its device becomes unavailable. Times are in ms of the arbiter's clock."""
 
     lease_id: str
     value: int  # 1 or more
@@ -198,7 +198,7 @@ _SAVE_TO_DISK = (
 
 
 class Salvage:
-    """Suspends leases before their devices go away.
+    """Suspends leases before their devices become unavailable.
 
     The plan is recomputed at every event, so that it changes at once when a cell ends or a swap takes longer than predicted. Planned
     suspends have precedence. Another swap begins only if it will end before the next planned suspend must begin.
@@ -227,7 +227,7 @@ class Salvage:
             del leases[begun]
 
     def _leases_to_save(self) -> Iterator[Lease]:
-        """Yield the resident leases of devices that go away, and schedule a recheck at each deadline."""
+        """Yield the resident leases of devices with a drain deadline, and schedule a recheck at each deadline."""
         for device in self._books.draining:
             if device.deadline_ms is None or device.deadline_ms <= self._changes.now_ms:
                 continue

@@ -3,7 +3,7 @@
 It takes these steps, in this order. All of them share the swap channels.
 
 1. End leases whose time is up.
-2. Save leases whose device goes away.
+2. Save leases whose device will become unavailable.
 3. Begin suspends that were requested, or that a breached cap, a drained device, an ended seat or a stranger makes necessary.
 4. Serve tickets.
 5. Relieve host memory.

@@ -177,7 +177,7 @@ def likelihood_milli(lease: Lease) -> int:
 
 
 def is_expected(books: Books, lease: Lease) -> bool:
-    """Return whether the lease is likely to run a cell before its expectation lapses."""
+    """Return whether the lease's next cell is still expected, and is likely enough to count on."""
     known = lease.expectation
     return known is not None and known.until_ms > books.now_ms and likelihood_milli(lease) >= LIKELY_MILLI
 
@@ -343,7 +343,7 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The leases to suspend to make room for a ticket on these devices. There may be none, because suspends in progress free enough."""
+    """The leases to suspend to make room for a ticket on these devices. There may be none if suspends in progress already free enough."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]

@@ -245,7 +245,7 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return what messages for `reader` call `other`. This is the notebook's name if both have the same user, or else anonymous."""
+    """Return what messages for `reader` call `other`: the notebook's name if both have the same user, or else "another user's kernel"."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 

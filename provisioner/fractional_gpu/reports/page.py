@@ -177,7 +177,7 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
 def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
     """Return every day from the first to the last day with figures, or every month if there are many days.
 
-    `whole` means that the report covers whole devices and all users, so that the rest of the devices is free.
+    `whole` means that the report covers whole devices and all users, so that the time when no lease holds them counts as free.
     """
     used = sorted({one.of["day"] for one in rolled_up(report.entries, ["day"])})
     if not used:

@@ -1,8 +1,8 @@
 """Forecasts of swaps, cells, gaps between cells, waits and demands, learnt from earlier outcomes.
 
 A forecast is the median of the last outcomes of its kind. Forecasts shown to people have bounds, which a `Band` corrects. Decisions use
-expected values, with one exception. Kernels on a device that goes away are saved in time for the upper bound, because state is lost if a
-forecast is too short (`widest_swap_span`).
+expected values, with one exception. Kernels on a device that will become unavailable are saved in time for the upper bound, because
+state is lost if a forecast is too short (`widest_swap_span`).
 
 - Swaps are forecast by a line through the last swaps of one kind on one device model.
 - Cells and gaps are forecast from the lease's last cells and gaps, mixed with a few typical ones of all leases.
@@ -364,7 +364,7 @@ class Forecasts:
     # -- cells and gaps ------------------------------------------------------------------------------------------------
 
     def cell_began(self, lease_id: str, at_ms: int, device_name: str = "") -> None:
-        """Record the start of a cell, which ends a gap. A second call, after a wait, restarts the cell."""
+        """Record the start of a cell, which ends a gap. A second call, after a wait, replaces the start."""
         times = self._times.setdefault(lease_id, _CellTimes())
         if times.ended_ms is not None:
             self.gaps.add(lease_id, max(0, at_ms - times.ended_ms))
@@ -535,7 +535,7 @@ class Forecasts:
 
 
 def _wait_class(kind: str, basis_ms: int) -> str:
-    """Return the class of a wait, by which forecasts are corrected. It has the kind of the wait and the magnitude of its length."""
+    """Return the class of a wait, which is its kind with the magnitude of its length. Each class is corrected separately."""
     return f"{kind} {min(15, (basis_ms >> 8).bit_length() + 1 >> 1)}"
 
 

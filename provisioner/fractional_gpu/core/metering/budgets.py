@@ -45,7 +45,7 @@ class Subject(NamedTuple):
     account: str = ""  # for users, one of `ACCOUNTS`; empty for a group or, in an extension, for both users
 
     def includes(self, other: "Subject") -> bool:
-        """Return whether `other` is this subject or one of the users that it stands for."""
+        """Return whether `other` is this subject, or one of the two users whom a subject without an account stands for."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 

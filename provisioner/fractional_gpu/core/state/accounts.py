@@ -74,7 +74,7 @@ class Accounts:
     # -- shares ----------------------------------------------------------------------------------------------------------
 
     def advance(self, passed_ms: int) -> None:
-        """Charge leases whose meters run for the last `passed_ms`."""
+        """Add the last `passed_ms` to the virtual times of the leases whose meters run, and of their owners."""
         for account in self._owners.values():
             for lease in account.contenders.values():
                 if lease.meter.is_running:
@@ -96,7 +96,7 @@ class Accounts:
         return max(owners, account.weight), max(own, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Start or stop charging the lease, and update whether it contends for devices, if its pool shares by virtual time."""
+        """Start or stop the lease's meter, and update whether the lease contends. Only pools that share by virtual time need this."""
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # no decision depends on it

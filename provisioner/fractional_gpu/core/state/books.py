@@ -43,7 +43,7 @@ class Books:
             self.recheck_ms = at_ms
 
     def is_time(self, at_ms: int | None) -> bool:
-        """Return whether `at_ms` has been reached. If not, schedule a recheck for that time. None is never reached."""
+        """Return whether `at_ms` has been reached. If not, schedule a recheck for that time. If it is None, return False."""
         if at_ms is None:
             return False
         self.recheck_at(at_ms)
@@ -131,14 +131,14 @@ class Books:
         self.refresh(lease)
 
     def set_strangers(self, device: Device, stranger_mib: int) -> None:
-        """Set how much memory strangers use on a device, and recompute which part belongs to leases without a reservation."""
+        """Set how much of a device's memory is used without a reservation, and recompute which part of it belongs to leases."""
         device.stranger_mib = stranger_mib
         for lease in self.in_state(LeaseState.NO_CONTEXT):
             if device.spec.device_id in lease.device_ids:
                 self.note_unreserved(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
-        """Update how much of the strangers' memory belongs to a lease without a reservation."""
+        """Update how much of the memory that is used without a reservation belongs to this lease, which has none."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
 
@@ -219,7 +219,7 @@ class Books:
         return [self.devices[one] for one in lease.occupied_ids if one in self.devices]
 
     def advance(self, now_ms: int) -> None:
-        """Advance the clock, and charge the time since the last event to the leases."""
+        """Advance the clock, and count for how long leases have used or held devices since the last event."""
         passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
         if not passed_ms:
             return
@@ -269,7 +269,7 @@ class Books:
                 device.holders[lease.lease_id] = lease
 
     def configure(self, pool: PoolSpec) -> None:
-        """Add a pool, or apply its changed policy."""
+        """Add a pool, or replace the policy of a pool that exists."""
         self.pools[pool.name] = pool
         for lease in self.leases.values():
             lease.size_mib = self.reserve_mib(lease, lease.spec)
@@ -314,8 +314,8 @@ class Books:
     def line(self, pool: str) -> list[Lease]:
         """Return the pool's waiting leases in the order that users see, which is by priority, urgency and age.
 
-        In a pool that shares by virtual time, virtual time precedes age. A pass serves moving leases, and tickets for which room is
-        kept, before others (`Turns`).
+        In a pool that shares by virtual time, virtual time precedes age. The order of service can differ: moving leases are served
+        first, and some tickets for which room is kept are served earlier (`Turns`).
         """
         return sorted([lease for lease in self.waiting.values() if lease.spec.pool == pool], key=self._rank)
 
