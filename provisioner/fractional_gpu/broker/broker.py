@@ -283,7 +283,7 @@ class Broker:
 
     @staticmethod
     def announce_deadline(kernel: Kernel, sentence: str) -> None:
-        """Tell the user of a kernel or command that its GPU or host is going away, or that it stays after all."""
+        """Tell the user of a kernel or command that its GPU or host will become unavailable, or that it stays after all."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True, topic="deadline")
         elif kernel.launch.command:
@@ -439,7 +439,7 @@ class Broker:
         kernel.watch_runner(kernel.launch.holder, later)
 
     def _runner_ended(self, kernel: Kernel) -> None:
-        """Keep a command whose runner (`jupyter gpu run`) has ended on its device, or bring it back, since no other process would."""
+        """Resume a command, or keep it resident, once its runner (`jupyter gpu run`) has ended, because no other process will resume it."""
         kernel.end_runner()
         sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)

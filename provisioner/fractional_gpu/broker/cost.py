@@ -5,7 +5,7 @@
   nothing, so a slow machine makes no account overdrawn.
 - An account gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. While it is overdrawn, it waits: only the heads of its
   requests are read, and no messages of its kernels. Waiting accounts get their turns in order, and together they get `COST_SHARE_OF_ALL`.
-- Requests that others may be waiting for (an extension's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
+- Requests that others may be waiting for (an extension's answer, the end of a lease) are served until the debt reaches `COST_RESERVE_S`.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the account's reserve is spent, so that nothing more is read. Every read checks this, so it must be cheap."""
+        """Whether the account owes `COST_RESERVE_S` or more, so nothing is read for it. Every read checks this, so it must be cheap."""
         return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property
@@ -164,7 +164,7 @@ class Costs:
 
 
 class _Metered:
-    """Awaits a coroutine, and charges the processor time of each of its steps."""
+    """Awaits a coroutine, and calls `charge` with the processor time of each of its steps."""
 
     def __init__(self, work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> None:
         self._work = work
@@ -188,6 +188,6 @@ class _Metered:
 
 
 async def metered(work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> T:
-    """Return the work's result, and charge the processor time of its steps. Cancellation cancels the work."""
+    """Return the work's result, and call `charge` with the processor time of each of its steps. Cancellation cancels the work."""
     result: T = await _Metered(work, charge)
     return result

@@ -37,7 +37,7 @@ class Lane:
         return self._threads
 
     async def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `act` in a thread, charge the processor time it used, and return its result. Cancellation does not stop `act`."""
+        """Run `act` in a thread and return its result. `PAYER` pays for the processor time. Cancellation does not stop `act`."""
         loop, charge = asyncio.get_running_loop(), PAYER.get()
 
         def work() -> T:

@@ -115,7 +115,7 @@ class BrokerClient:
     ) -> Generator[Reply, None, None]:
         """Yield the lines of a route until the broker ends the stream. Each line must arrive within `silence_s` seconds.
 
-        Closing the generator hangs up. Raises the same errors as `call`.
+        Closing the generator closes the connection. Raises the same errors as `call`.
         """
         with closing(self._payloads(route, request, about, self.timeout_s, silence_s)) as payloads:
             for payload in payloads:
@@ -134,7 +134,7 @@ class BrokerClient:
         return self.call(routes.CAPACITY)
 
     def events(self) -> Iterator["HostStatus"]:
-        """Yield the `status` at once and after each change, and block in between. Raises BrokerUnavailableError."""
+        """Yield the `status` at once and after each change. Blocks between changes. Raises BrokerUnavailableError."""
         status: HostStatus | None = None
         with closing(
             self._payloads(routes.EVENTS, None, "", self.timeout_s, max(self.timeout_s, _SILENCE_S))
@@ -253,7 +253,7 @@ class BrokerClient:
     def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the lease's progress while it waits for the GPU. The last line is `granted` or `refused`.
 
-        Hanging up withdraws the ticket. Wait at most `request.wait_ms` plus `timeout_s` for each line. Raises BrokerUnavailableError.
+        Closing the generator withdraws the ticket. Limits each wait to `request.wait_ms` plus `timeout_s`. Raises BrokerUnavailableError.
         """
         return self.wait(routes.ACQUIRE, request, lease_id)
 
@@ -266,11 +266,11 @@ class BrokerClient:
         return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_UNLIMITED_S)
 
     def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
-        """Yield a command's state and notices as they change, until its lease ends. Block in between."""
+        """Yield a command's state and notices as they change, until its lease ends. Blocks between changes."""
         return self.stream(routes.FOLLOW, about=lease_id, silence_s=_UNLIMITED_S)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
-        """Yield the broker's commands for this kernel's gate, until the broker ends the stream. Block in between.
+        """Yield the broker's commands for this kernel's gate, until the broker ends the stream. Blocks between commands.
 
         Keep-alives have an empty verb. Reading one proves to the broker that Python runs in this process. For this reason the socket has a
         timeout, which makes Python poll before each read; without a timeout, the system call would read while Python is blocked.

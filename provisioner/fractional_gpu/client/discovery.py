@@ -206,7 +206,7 @@ def _answers(client: "BrokerClient", answer_s: float) -> bool:
 def _check_folder_if_there(path: str) -> None:
     """Check the socket's folder if it exists.
 
-    If the folder was deleted while a broker runs, that broker or the next one creates it again.
+    A missing folder is no error, because a running broker, or else the next one, creates it again.
     """
     try:
         check_folder(path)

@@ -1,7 +1,7 @@
 """Calls the broker from an event loop, and follows its status. Jupyter servers, hubs and the hub's page use this module.
 
-A client blocks, so each call or stream has its own daemon thread and connection. Cancelling a call or stream hangs up, which the broker
-notices.
+A client blocks, so each call or stream has its own daemon thread and connection. Cancelling a call or stream closes its
+connection, and the broker then withdraws any ticket.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ async def follow(
 ) -> None:
     """Call `take` with the host's status now and after each change, and `lost` with each error. Runs until cancelled.
 
-    A busy event loop gets fewer and newer statuses, because the broker queues no lines.
+    While the event loop is busy, it misses statuses and then gets the newest, because the broker queues no lines.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -92,7 +92,7 @@ class Connection:
     """One connection to the broker, for one thread at a time. Any thread may call `abort`.
 
     `timeout_s` limits each wait for the broker in seconds; None means no limit. Raises BrokerUnavailableError if no broker listens at
-    `path`, or if no socket is available.
+    `path`, or if this process cannot open another socket.
     """
 
     def __init__(self, path: str, timeout_s: float | None) -> None:

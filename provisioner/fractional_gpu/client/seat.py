@@ -105,7 +105,7 @@ class SeatClient(BrokerClient):
     def take_seat(self, request: SeatRequest) -> Iterator[SeatProgress]:
         """Yield the request's progress while it waits for a seat. The last line is `granted` or `refused`.
 
-        Hanging up withdraws the request, even by `close` in another thread. Raises BadRequestError and BrokerUnavailableError.
+        Closing the generator, or the client in another thread, withdraws the request. Raises BadRequestError and BrokerUnavailableError.
         """
         return self.wait(routes.TAKE_SEAT, request)
 

@@ -132,7 +132,7 @@ def _spare_base() -> Path:
 def node_name() -> str:
     """Return a constant name for this host, made from the machine id and the host name.
 
-    Nodes that boot one image may have the same machine id.
+    The machine id alone is not enough, because nodes that boot the same image may share it.
     """
     return _hashed(f"jupyter-gpu {_machine_id()} {socket_module.gethostname()}")
 

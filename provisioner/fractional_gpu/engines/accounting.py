@@ -34,7 +34,7 @@ def note_leases(client: SeatClient, figures: dict[Job, JobFigures], seats: Mappi
 
 
 def sentences_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job, str]:
-    """Return the comment for each job or pod. Send one request for each user. Raises FractionalGPUError."""
+    """Return the comment for each job or pod. Ask the broker once for each user. Raises FractionalGPUError."""
     sums: dict[Job, dict[str, Usage]] = {job: {} for job in jobs}
     for owner in sorted({one.owner for one in jobs.values()}):
         of = {lease: job for job, one in jobs.items() if one.owner == owner for lease in one.leases}

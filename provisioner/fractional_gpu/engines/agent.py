@@ -43,7 +43,7 @@ _WHOLE = 1000  # milli-GPU
 class AgentRules:
     """The intervals of the agent, and the names of the engine's counts.
 
-    `counts` has the engine's name for the milli-GPU of each pool. `asked` has the name that jobs of a pool use, if it differs.
+    `counts` maps each pool to the engine's name for its milli-GPU. `asked` does so for pools whose jobs use another name.
     """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
@@ -182,7 +182,7 @@ class Agent:
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
-        """Return the largest share on offer, in milli-GPU, or 0 if the engine does not refuse requests that exceed its counts."""
+        """Return the least count for the pool: its largest share, or 0 if the engine lets a request that exceeds the counts wait."""
         if not self._rules.refuses_beyond:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE
@@ -258,7 +258,7 @@ def _shown(counts: Mapping[str, int]) -> str:
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
     """Return the public summary of the pools that the engine counts. Its figures are rounded, so that it does not change often.
 
-    `counts` has the name that jobs use for the milli-GPU of each pool.
+    `counts` maps each pool to the name that jobs use for its milli-GPU.
     """
     pools = []
     for pool in capacity.pools:

@@ -23,7 +23,7 @@ class EngineUnavailableError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node as the engine reports it. Counts have the engine's names and units."""
+    """A node as the engine reports it. Counts use the names and the units of the engine."""
 
     counts: Mapping[str, int]  # how much the engine may allocate
     in_use: Mapping[str, int]  # how much the engine has allocated

@@ -159,9 +159,9 @@ class SeatFiles:
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
         """Take the job's seat and write its file. Return the seat and warnings.
 
-        If the data of an idle kernel does not fit into the job's memory, the kernel would stay on the GPU. The job's control group does not
-        exist yet, so this checks the amount of memory that the job requested from Slurm. Raises NoRoomError if the broker refuses,
-        BadRequestError if the memory is too small, other subclasses of FractionalGPUError, and OSError.
+        The data of an idle kernel must fit into the job's memory, or the kernel could not leave the GPU. The job has no control group yet,
+        so its request to Slurm tells how much memory it has. Raises BadRequestError if that is too little, NoRoomError if the broker
+        refuses, other subclasses of FractionalGPUError, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:

@@ -68,7 +68,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
 class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
     """The lease and what its kernel needs.
 
-    The caller writes `token` to a file of mode 0600 and passes the path of this file on.
+    The caller writes `token` to a file of mode 0600 and passes the path of this file to the kernel.
     """
 
     lease_id: str
@@ -148,7 +148,7 @@ class EvictRequest(Struct, frozen=True, kw_only=True):
 class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request to empty a device.
 
-    With `evict_busy`, kernels that run a cell are suspended, too. `deadline_in_ms` is the time from now until the device goes away.
+    With `evict_busy`, kernels that run a cell are suspended, too. `deadline_in_ms` is how long the device stays available.
     """
 
     evict_busy: bool = False

@@ -106,7 +106,7 @@ def state_meaning(state: str) -> str:
 
 
 def device_deadline(device: "DeviceStatus") -> str:
-    """Say when a device goes away and what happens to its kernels. Return "" if it stays or is already gone."""
+    """Say when a device becomes unavailable and what happens to its kernels. Return "" if it stays or is already gone."""
     if not device.goes_away_in_ms:
         return ""
     found = [
@@ -118,7 +118,7 @@ def device_deadline(device: "DeviceStatus") -> str:
 
 
 def gpu_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU goes away and what happens to the kernel's state. Return "" if it stays."""
+    """Say when a kernel's GPU becomes unavailable and what happens to the kernel's state. Return "" if it stays."""
     if lease.goes_away_in_ms is None:
         return ""
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
@@ -128,14 +128,14 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU and its host go away. Return "" if both stay."""
+    """Say when a kernel's GPU and its host become unavailable. Return "" if both stay."""
     left_ms = lease.host_goes_away_in_ms
     parts = [gpu_deadline(lease), "" if left_ms is None else host_deadline(left_ms)]
     return "; ".join(part for part in parts if part)
 
 
 def host_deadline(left_ms: int) -> str:
-    """Say when the host goes away, and what this means."""
+    """Say when the host becomes unavailable, and what the user should do."""
     left = f"goes away in {_duration(left_ms)}" if left_ms else "was to go away by now"
     return f"its host {left}, with all of its memory: save to a disk that outlives it"
 

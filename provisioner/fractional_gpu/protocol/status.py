@@ -153,7 +153,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def goes_away_in_ms(self) -> int | None:
-        """How long until the first of its devices goes away, in ms. None if none does."""
+        """How long until the first of its devices becomes unavailable, in ms. None if all stay."""
         return None if self.lease.deadline_ms is None else max(0, self.lease.deadline_ms - self.now_ms)
 
 

@@ -1,6 +1,6 @@
-"""Counts what users and groups spend, warns them, and applies a pool's `over_budget` once a budget is used up.
+"""Counts what users and groups spend, warns them, and does what a pool's setting `over_budget` says once a budget is used up.
 
-- Only use counts against a budget; nothing is reserved. When a group's budget is used up, all its users are affected.
+- A budget counts past use only, and reserves nothing. When a group's budget is used up, all its users are affected.
 - The meter reports once a minute, so a budget may be exceeded by the use of one minute.
 - No kernel is ended and no state is lost. Until the budget has room again, kernels get another priority, or new kernels and seats are
   refused.
@@ -78,7 +78,7 @@ def party_of(spec: LeaseSpec) -> Party:
 
 
 class BudgetKeeper:
-    """One broker's budgets, used on its loop. `terms` returns a pool's terms, and `wall` returns ms since 1970."""
+    """One broker's budgets, used on its loop. `terms` returns the configuration of a pool, and `wall` returns ms since 1970."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class BudgetKeeper:
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
     def states(self, party: Party) -> list[BudgetState]:
-        """Return the budgets that the party's leases count against, sorted by the share that is spent, highest first."""
+        """Return the budgets that leases of this user, group and pool count against, in falling order of the share that is spent."""
         now_s, found = self._now_s(), []
         for index, budget in enumerate(self._spending.budgets):
             if (subject := budget.subject(party)) is not None:

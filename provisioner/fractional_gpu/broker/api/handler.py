@@ -1,7 +1,7 @@
 """Serves every route of `protocol.routes`. Identifies and authorizes the peer, decodes the request, and audits and answers it.
 
 The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot forge them. Decoding is strict: a field that only
-newer clients know is never ignored, but causes an error that names both versions.
+newer clients know is never ignored, but causes an error that names the versions of client and broker.
 """
 
 import asyncio
@@ -116,8 +116,8 @@ def serve(
 ) -> None:
     """Register the function that serves a route.
 
-    The function returns a reply, or None to reply with `Done`, or yields lines until the client hangs up. `describe` returns the entry for
-    the audit log, or None for no entry.
+    The function returns a reply, or None to reply with `Done`, or yields lines until the client disconnects. `describe` returns the entry
+    for the audit log, or None for no entry.
     """
     _SERVED[route] = _RouteHandler(function, describe)
 
@@ -223,7 +223,7 @@ class Handler(web.RequestHandler):
             self.reply(Done() if reply is None else reply)
 
     async def _answer_within(self, route: Route[Any, Any], call: Call[Any], wait_s: int) -> None:
-        """Reply with only the last line, within `wait_s` seconds, as `Prefer: wait=N` of RFC 7240 asks."""
+        """Reply with only the last line of a stream, within `wait_s` seconds, as the header `Prefer: wait=N` of RFC 7240 asks."""
         if call.body.hold or call.body.watch:
             raise BadRequestError(
                 "`hold` and `watch` need a streamed reply; leave them out, or leave out the Prefer header"

@@ -111,9 +111,9 @@ class LeaseService:
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may control it. With `own`, only the lease's own token or process may.
 
-        A process whose token file is gone is recognized by its place in the kernel's process tree. For the kernel itself, the lease is over
-        once it is being evicted, or once only processes that the kernel left behind keep it alive. Raises NotFoundError, UnauthorizedError,
-        ForbiddenError, and ConflictError for a kernel whose record was lost.
+        A process whose token file is gone is recognized by its place in the kernel's process tree. If the kernel itself asks, its lease
+        counts as ended once it is being evicted, or once only processes that the kernel left behind keep it alive. Raises NotFoundError,
+        UnauthorizedError, ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
@@ -253,7 +253,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if only the user's other starting kernels cause a refusal, as happens when JupyterLab restores a session."""
+        """Wait a moment if only other starting kernels of the user cause a refusal. This happens when JupyterLab restores a session."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
@@ -400,7 +400,7 @@ class LeaseService:
         await self.broker.survivors.settled(kernel)
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
-        """Accept the extension's stream instead of an older one. Send the extension the command that fits the lease's state."""
+        """Accept an extension's stream, which replaces any older one. Send the extension the command that fits the lease's state."""
         link = kernel.connect_gate(time.monotonic(), hello.inputs)
         view = view_of(self.broker, kernel)
         if not hello.open:

@@ -427,7 +427,7 @@ class PausingListener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection.
 
-        Raises BlockingIOError after enough connections in a row. If no descriptor is free, pauses and raises the same error.
+        Raises BlockingIOError after several connections in a row, so that the loop does other work, or if no descriptor is free.
         """
         if self._accepted == _ACCEPTED_AT_ONCE:
             self._accepted = 0
@@ -454,7 +454,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Discard connections that other processes make to ask who holds the claim. They succeed only while the backlog has room."""
+    """Close connections that other processes make to find out who holds the claim. A full queue would hide the holder."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

@@ -83,7 +83,7 @@ async def wait_for_end(
 
 
 class Evictions:
-    """The evictions of one broker, by the kernel's user and id. All methods run on the broker's loop."""
+    """Why one broker evicted kernels, by the kernel's user and id. All methods run on the broker's loop."""
 
     def __init__(self) -> None:
         self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
@@ -105,5 +105,5 @@ class Evictions:
         self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
-        """Return the recorded sentence for a lease with the same kernel id, but only once. Return "" if the last kernel was not evicted."""
+        """Return the sentence that tells a new kernel why the earlier one was ended, but only once. Return "" if it was not evicted."""
         return self._sentences.pop((kernel.uid, kernel.facts.kernel_id), "")

@@ -96,7 +96,7 @@ class IOPubWatch:
     """Watches one kernel, and charges its account for it.
 
     `busy` is also true while the watch is in doubt. `executing` is true only if the kernel is certainly handling a message. The watch calls
-    `changed()` on the loop. If a message suggests that a cell will run soon, the watch calls `signed(sign)` before that.
+    `changed()` on the loop when its busy messages change. If a message is a sign that a cell will run soon, it calls `signed(sign)` first.
     """
 
     def __init__(

@@ -26,10 +26,9 @@ from fractional_gpu.protocol.status import KernelFacts
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A client's request to suspend or resize, from its event to its reply.
+    """A client's request to suspend or resize that has not been answered yet.
 
-    A lease may have several of these at once. `declined` is the arbiter's refusal (reason,
-    sentence).
+    A lease may have several of these at once. `declined` is the reason and the sentence of the arbiter's refusal.
     """
 
     declined: tuple[str, str] | None = None
@@ -213,7 +212,7 @@ class Kernel:
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
     def watch_runner(self, runner: ProcessIdentity | None, exited: Callable[[], object]) -> None:
-        """Call `exited` on the loop once a command's runner or a claim's holder has ended, if that may be watched."""
+        """Call `exited` on the loop once a command's runner or a claim's holder has ended, if the broker may watch it."""
         self._forget_runner()
         if runner is None:
             return

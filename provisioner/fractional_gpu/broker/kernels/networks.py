@@ -68,7 +68,7 @@ class Networks:
 
 
 def _new_context() -> zmq.asyncio.Context:
-    """Return a new context and start its threads by opening a first socket, which belongs to no loop."""
+    """Return a new context and start its threads by opening a first socket, which no event loop uses."""
     context = zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, _MOST_HERE)
     zmq.Context.socket(context, zmq.PAIR, socket_class=zmq.Socket).close(linger=0)

@@ -1,8 +1,8 @@
 """Protects saved state while host memory is short. Leases resume early if devices have room, and the out-of-memory killer spares kernels.
 
 State saved from a device is in the memory of the kernel's own process. It counts against the machine and against every control group above
-that process. The arbiter receives the budget for all saved state, which falls below the current amount if the machine runs short. It also
-receives the suspended leases whose own control group is short of memory. The more memory a group has left, the less often it is read.
+that process. The arbiter receives the budget for all saved state, which is less than what is already saved if the machine runs short. It
+also receives the suspended leases whose own control group is short of memory. The more memory a group has left, the less often it is read.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ class LoweredProcess:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a newer process of this user that has one of these values must have inherited it."""
+        """Whether a newer process of this user can have one of these values only by inheritance, since users may not set it."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 

@@ -92,7 +92,7 @@ class Sampler:
             await self._pause(anything_changed)
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
-        """Wait until the next check, only briefly while kernels are active, since one may soon need a ticket."""
+        """Wait until the next check. The wait is short while kernels are active, since one may soon need a ticket."""
         cell_runs = any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values())
         if not cell_runs and not await within(_BUSY_INTERVAL_S, anything_changed):
             return
@@ -264,7 +264,7 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Count a cell that has not used the GPU for the pool's `max_unused_hold` as idle, until it uses the GPU.
+        """Count a cell as idle if it has not used the GPU for as long as the pool's `max_unused_hold`, until it uses the GPU.
 
         If another kernel has taken its memory by then, the cell's use counts as use without a lease until the cell's ticket is served.
         """

@@ -330,7 +330,7 @@ class Seats:
     def _place(
         self, waiter: _Waiter, pool: PoolSpec, hub: Pool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
     ) -> PoolFull | str | None:
-        """Return the seat's device, or why the seat does not fit. Raises NoRoomError at a limit.
+        """Return the seat's device, or why the seat does not fit. Raises NoRoomError if a limit is reached.
 
         `unplaced` lists earlier requests that do not fit, and why. A request that needs at least as much is refused without a forecast.
         """

@@ -27,7 +27,7 @@ End = Callable[[Kernel, str], Awaitable[None]]
 class CullRule:
     """When to end a kernel: after `after_ms` without use, or if saved state fills more than `above_percent` of its host memory budget.
 
-    `after_ms` None and `above_percent` 100 switch the conditions off.
+    None for `after_ms` switches the first condition off, and 100 for `above_percent` the second.
     """
 
     after_ms: int | None

@@ -51,7 +51,7 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """File a ticket (not with `watch`). Yield why the kernel waits, then `granted` or `refused`.
+        """File a ticket, or with `watch` only follow an existing one. Yield why the kernel waits, then `granted` or `refused`.
 
         Closing the generator withdraws the ticket. With `hold`, closing it also ends the kernel's use of the GPU.
         """
@@ -241,7 +241,7 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def _quiet(self, kernel: Kernel, until_s: float) -> None:
-        """Wait until the kernel has been idle for `_QUIET_S`. After each cell, JupyterLab's debugger makes it busy again."""
+        """Wait until the kernel has been idle for `_QUIET_S`. JupyterLab's debugger makes it busy once more after each cell."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._broker.sync_busy_state(kernel)
             await kernel.until(lambda: not kernel.busy, left_s)
@@ -333,7 +333,7 @@ def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
 
 
 def _look_again_s(told: Progress | None) -> float:
-    """Return after how many seconds to check a waiting cell if nothing happens before. By then its wait should have ended."""
+    """Return in how many seconds to check a waiting cell again if no event comes first: when its wait is expected to end."""
     if told is None or told.expected_ms is None:
         return _LONGEST_LOOK_S
     return min(_LONGEST_LOOK_S, max(1.0, told.expected_ms / 1000))

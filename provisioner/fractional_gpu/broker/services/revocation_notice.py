@@ -1,4 +1,4 @@
-"""Watches for a notice that this host will go away (`c.GPUBroker.revocation_notice`), in a file or at a cloud's metadata URL.
+"""Watches for a notice that this host will be taken away (`c.GPUBroker.revocation_notice`), in a file or at a cloud's metadata URL.
 
 When there is a notice, all devices are drained by its deadline, and users are told to save to disk, because the host's memory will be lost,
 too. If the notice disappears, the devices that were drained for it are undrained, even by a later broker. If the source cannot be read,
@@ -39,7 +39,7 @@ _AWS_PREFIX = "/latest/"
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice that this host will go away. `deadline_ms` is the time in wall-clock ms, or None if the notice does not say."""
+    """A notice that this host will be taken away. `deadline_ms` is the time in wall-clock ms, or None if the notice does not say."""
 
     deadline_ms: int | None = None
 
@@ -122,7 +122,7 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Tells users of a notice that this host will go away and, with `drains`, drains all devices.
+    """Tells users of a notice that this host will be taken away. With `drains`, also drains all devices.
 
     `default_ms` is the time left if the notice names no deadline.
     """
@@ -206,7 +206,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return the devices that were drained for a notice, each with the `evict_busy` of an earlier drain, or None without one."""
+        """Return the devices that a notice drained, with the `evict_busy` of the drain that each had before, or None if it had none."""
         if self._drained is None:
             text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
             try:

@@ -2,8 +2,8 @@
 
 - A lease's memory is free when no process of the kernel's tree has device memory, whether on a device or saved on the host, and the devices
   no longer count it. The driver frees memory only after a process has ended. If this is unknown, the memory is not free.
-- While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts for its owner, and is resumed if
-  it was suspended. A new kernel of the lease takes it over. Processes that end together with their kernel have `_MOMENT_S` to do so.
+- While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts against its owner's limits,
+  and is resumed if it was suspended. The next kernel of the lease takes it over. The processes get `_MOMENT_S` to end with their kernel.
 - Memory that a device charges to no process but still counts after `FREED_S` counts as used without a lease.
 - `after_kernel: "end"` ends what remains, but only processes that were seen in the tree and whose identity and user match.
 """
@@ -419,7 +419,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """How many processes of one control group the system killed for lack of memory. `accounted` of them are old or explained."""
+    """How many processes of one control group the system killed for lack of memory. `accounted` of them cannot explain a new death."""
 
     limited_by: str
     accounted: int
