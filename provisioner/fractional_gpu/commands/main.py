@@ -126,7 +126,7 @@ def subcommand(name: str) -> tuple[Any, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. Expected errors are never raised."""
+    """Run the command and return the exit code. Expected errors are printed and not raised."""
     if argv is None and _COMPLETING in os.environ:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Redirect standard output, because otherwise the interpreter's flush at exit would fail."""
+    """Redirect standard output to /dev/null, because otherwise the interpreter's flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -184,7 +184,7 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
 
 
 def _device(devices: Mapping[str, str], word: str) -> str:
-    """Return the id of the device with this number. Unknown words are returned unchanged."""
+    """Return the id of the device with this number, id or beginning of an id. Any other word is returned unchanged."""
     found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
     found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:

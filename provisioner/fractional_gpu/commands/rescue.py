@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from fractional_gpu.ledger.records import LedgerError  # noqa: PLC0415 - as above
 
     def nothing(why: str) -> Rescue:
-        """Return an empty result. Raises CommandError if there are kernels, because their state needs a device."""
+        """Return an empty result for a host without a GPU. Raises CommandError if there are kernels, because restoring them needs a GPU."""
         socket = options.socket or socket_path()
         if pids := kernels_of(socket):
             raise CommandError(

@@ -13,7 +13,7 @@ class ModelServer:
     """How to ask a server to release memory.
 
     The broker sends `body` to `path` in a POST. If the body contains MODEL, the broker first lists the loaded models with a GET of
-    `loaded`, and then sends one POST for each.
+    `loaded`, and then sends one POST for each model.
     """
 
     title: str

@@ -410,7 +410,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
 def assign(
     pools: Sequence[Pool], where: str, devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
-    """Assign devices to pools. The result is in the order of `pools`. `managed` are the usable `devices`. Raises ConfigError."""
+    """Assign devices to pools, in the order of `pools`. `managed` are the `devices` that the broker may use. Raises ConfigError."""
     usable = {device.device_id for device in managed}
     owner: dict[str, str] = {}
     for pool in pools:

@@ -280,7 +280,7 @@ class Settings(HasTraits):
         return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
 
     def capacity(self, budget_mib: int, device_mib: int) -> str:
-        """Say how many suspended kernels fit into this much host memory if each filled the usual share of a device of this size."""
+        """Say how many suspended kernels fit into this much host memory if each used the whole of the usual share of a device."""
         share_mib = max(1, device_mib * self.first_fraction // 1000)
         number = budget_mib // share_mib
         return f"room for {number} that filled {format_fraction(self.first_fraction)} of a GPU ({format_memory(share_mib)} each)"
@@ -444,5 +444,5 @@ def _comment(text: str) -> str:
 
 
 def _literal(value: object) -> str:
-    """Return Python source with double quotes, as in the rest of the file."""
+    """Return the value as Python source, with double quotes around text."""
     return repr(value) if value is None or isinstance(value, bool) else json.dumps(value)

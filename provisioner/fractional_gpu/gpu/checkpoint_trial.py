@@ -55,8 +55,8 @@ async def try_checkpoint(
 ) -> TrialResult:
     """Try a checkpoint. This takes seconds, or minutes if the driver hangs. Cancellation kills the probe process.
 
-    `exempt_pids` contains the pid of the probe process while that process lives. A driver failure, a full device, a missing permission or
-    a lack of host memory is returned, not raised.
+    While the probe process lives, its pid is in `exempt_pids`, so that the broker does not require it to have a lease. A driver failure, a
+    full device, a missing permission or a lack of host memory is returned, not raised.
     """
     result = TrialResult()
     try:

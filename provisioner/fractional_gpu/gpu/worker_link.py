@@ -42,7 +42,7 @@ _POLL_S: Final = 0.05
 
 
 class WorkerClaim:
-    """A broker's claim on the worker. The constructor opens or creates the file, and `take` takes the claim. Both raise OSError."""
+    """A broker's claim on the worker: a lock on the file `path`, and a socket address. The constructor and `take` raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

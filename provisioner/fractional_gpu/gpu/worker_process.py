@@ -1,9 +1,9 @@
 """A running checkpoint worker, started by this process or by a service in another container (`worker_service`).
 
 Each message is one JSON object in one packet of a SEQPACKET socket. The worker's pidfd becomes readable when the worker ends; a service
-sends the pidfd of its worker to the broker. Only the service can kill its worker: if the service is gone, no process can. The kernel's
-credentials must show that the service runs as root or as this process's user. Connection attempts are repeated for some seconds, because
-the service's container may be restarting.
+sends the pidfd of its worker to the broker. Only the service can kill its worker: if the service is gone, no process can. Linux must report
+that the service runs as root or as this process's user. Connection attempts are repeated for some seconds, because the service's container
+may be restarting.
 """
 
 import asyncio

@@ -6,8 +6,8 @@ This is for containers, where only the service's container needs privileges. The
 so the broker asks the service to do so. Each connection has one worker. The first message carries the descriptors of the broker's claim
 (SCM_RIGHTS), which the worker inherits. The supervisor itself takes the lock, so it starts no worker unless the claim is free. The reply
 carries the broker's end of the channel and the pidfd of the worker. Any later data on the connection means "kill the worker". If the
-connection ends, the worker finishes its operation. The kernel must report that the peer is root or this process's user, and both processes
-must see the same pids. On SIGTERM the service waits until the worker has finished its operation; the worker itself ignores the signal.
+connection ends, the worker finishes its operation. Linux must report that the peer is root or this process's user, and both processes must
+see the same pids. On SIGTERM the service waits until the worker has finished its operation; the worker itself ignores the signal.
 """
 
 import asyncio
@@ -214,7 +214,7 @@ def listen(path: str) -> socket.socket:
 
 
 def _take_claim(descriptors: list[int]) -> None:
-    """Lock the claim through its descriptors, even if the sender already holds the lock. Raises GPUError."""
+    """Lock the claim's file. This also works if the sender holds the lock, because descriptors share it. Raises GPUError."""
     if not descriptors:
         raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):

@@ -1,8 +1,8 @@
-"""Finds the user who is charged for a process, because one person may run processes with many uids.
+"""Finds the account whose limits and budgets apply to a process. One person may run processes with many uids.
 
-A subordinate uid, as in rootless containers, is charged to its owner in /etc/subuid. Other sources of subordinate uids, such as sssd, are
-not read. A uid without a passwd entry is charged to itself, or to one account that the administrator sets. Limits, shares, budgets and
-rates apply to the account. Permissions to see or control a lease depend on the real uid instead.
+The account of a subordinate uid, as in rootless containers, is its owner in /etc/subuid. Other sources of subordinate uids, such as sssd,
+are not read. A uid without a passwd entry is its own account, or belongs to one account that the administrator sets. Shares and rates apply
+to the account, too. Permissions to see or control a lease depend on the real uid instead.
 """
 
 import pwd

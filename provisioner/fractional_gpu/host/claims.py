@@ -1,9 +1,9 @@
 """A host-wide claim on a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
 
-The kernel allows one socket for each name, and removes it when the holder ends for any reason. No other program can remove it earlier. A
-process whose claim is refused sees the credentials of the process that made the existing claim, so a long-lived process should make it.
-Each network namespace has a separate abstract namespace: if containers have separate networks, give each device to only one container.
-Claims prevent mistakes, not attacks. The refusal names the holder's user.
+Linux allows one socket for each name, and removes it when the holder ends for any reason. No other program can remove it earlier. A process
+whose claim is refused sees the credentials of the process that made the existing claim, so a long-lived process should make it. Each
+network namespace has a separate abstract namespace: if containers have separate networks, give each device to only one container. Claims
+prevent mistakes, not attacks. The refusal names the holder's user.
 """
 
 import contextlib

@@ -295,7 +295,7 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 
 def kill_count(counter: Path) -> int:
-    """Return how many processes the out-of-memory killer ended, or 0 if the kernel does not count them. Raises OSError or ValueError."""
+    """Return how many processes the out-of-memory killer ended, or 0 if Linux does not count them. Raises OSError or ValueError."""
     return _counted(counter, "oom_kill")
 
 

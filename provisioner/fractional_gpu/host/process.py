@@ -3,7 +3,7 @@
 - An identity consists of the boot id, the pid and the start time. Before an operation on a pid, open its pidfd and check the identity
   again: from then on the pid cannot be reused. Only thread-group leaders have an identity, although /proc also has a folder for each thread
   id.
-- A zombie counts as dead, unless it exited before its threads, which keep its memory. PermissionError is raised, because we do not guess.
+- A zombie counts as dead, unless it exited before its threads, which keep its memory. Reading without permission raises PermissionError.
 - A process chooses the size of its environment, command line and mappings, which may be gigabytes (PR_SET_MM). Read them only with
   `pieces`, which stops after 8 MiB, and never on an event loop.
 """
@@ -193,7 +193,7 @@ def kill_marked(name: str, value: str) -> list[int]:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """Read a file, relative to the descriptor `folder` if given. This is fast, because a suspend reads dozens of files. Raises OSError."""
+    """Read a file without the slower `open`, relative to the descriptor `folder` if given. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)

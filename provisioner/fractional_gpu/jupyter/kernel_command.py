@@ -1,9 +1,9 @@
 """Reads a kernelspec's `config` before its kernel starts, and finds out whether the kernel is ipykernel and can load our extension.
 
-`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. The kernel's interpreter itself reports whether it can import
-the extension, because a kernel that is wrongly believed to have a gate would start on the GPU without admission. A module with one of our
-names is ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's folder), or if msgspec is
-missing or too old, the kernel starts without the extension and tells the user so.
+`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. The extension makes cells wait for the GPU. The kernel's
+interpreter itself reports whether it can import the extension, because a wrong guess would let the kernel use the GPU without waiting. A
+module with one of our names is ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's
+folder), or if msgspec is missing or too old, the kernel starts without the extension and tells the user so.
 """
 
 import json
@@ -79,9 +79,9 @@ _answers: dict[tuple[object, ...], _Modules] = {}
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """How to start a kernel, and whether it is gated.
+    """How to start a kernel, and whether the extension will load and make its cells wait for the GPU (`gated`).
 
-    `gated` means that the extension will load. `obstacle` explains why an installed extension cannot load, and what to do.
+    `obstacle` explains why an installed extension cannot load, and what to do.
     """
 
     gated: bool
@@ -149,7 +149,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Return whether the packages are still there and no module of the same name shadows them."""
+    """Return whether an earlier answer still holds: the packages are still there, and no module of the same name shadows them."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return all(
         module is not None

@@ -195,9 +195,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Register a callback for the manager's last failed restart.
+        """Register a callback for when the manager gives up restarting a dead kernel.
 
-        After this restart, a server may forget the kernel without calling `cleanup`.
+        A server may then forget the kernel without calling `cleanup`.
         """
         await super().post_launch(**kwargs)
         if not self._has_death_callback and self.parent is not None:

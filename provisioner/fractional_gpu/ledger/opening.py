@@ -39,7 +39,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
 
 @contextlib.contextmanager
 def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[None]:
-    """Raise errors of the system and of SQLite as a LedgerError, which says `wrong` and then the reason."""
+    """Convert OSError and SQLite's errors to LedgerError. Its message has the sentence `wrong`, and then the reason."""
     try:
         yield
     except OSError as error:

@@ -13,7 +13,7 @@ from fractional_gpu.protocol.status import KernelFacts, Seat
 
 
 class LedgerError(Exception):
-    """The ledger cannot be read or written. The message says which file is concerned, what is wrong and what to do."""
+    """The ledger cannot be read or written. The message says which file the error is about, what is wrong and what to do."""
 
 
 class LedgerInUseError(LedgerError):

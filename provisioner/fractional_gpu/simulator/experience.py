@@ -1,4 +1,4 @@
-"""Measures how users experience sharing, by cells' waits, waits at the door, lateness and stretch (docs/simulator.md defines them).
+"""Measures how users experience sharing: waits of cells, waits for a host, lateness and stretch (docs/simulator.md defines them).
 
 Only GPU cells count. Times are in ms and stretches in thousandths. A cell that runs out of memory has a wait, but no lateness or stretch.
 The stretch is the bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
@@ -16,7 +16,7 @@ _SHORTEST_MS = 10_000  # the least run time that counts in a cell's stretch
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Times in ms, including zeros, or stretches in thousandths. They are sorted."""
+    """A sorted list of times in ms, including zeros, or of stretches in thousandths."""
 
     ordered: tuple[int, ...] = ()
 
@@ -129,13 +129,13 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a cell that still waits, once its wait exceeds the goal's wait limit with the index `limit`."""
+        """Count a cell that still waits against the wait limit with the index `limit`, once its wait exceeds this limit."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that begins after `wait_ms`. The method `overdue` has already counted it for the `overdue` shortest limits."""
+        """Count a cell that begins after `wait_ms`. The method `overdue` has already counted it against the first `overdue` limits."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):

@@ -1,7 +1,7 @@
 """Runs one host, with its arbiter, devices and sessions, in virtual time.
 
-docs/simulator.md states the assumptions about asking, thinking, swaps, sharing, preemption and growing. `experience` measures how users
-experience the run.
+docs/simulator.md states the assumptions, for example about users' pauses, swaps and preemption. `experience` measures how users experience
+the run.
 """
 
 import random
@@ -329,7 +329,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Report another measurement, as the broker would, with the use of a cell that still runs. It shows that the memory is stable."""
+        """Report the memory again, as the broker would, so that the arbiter sees it is stable. Add the use of a cell that still runs."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None

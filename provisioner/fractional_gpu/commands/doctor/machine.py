@@ -2,7 +2,7 @@
 
 The checks suggest huge pages, because page faults are the slow part of saving GPU memory to host memory. Without a GPU, one thread filled
 memory at 1.65 GB/s on 4 KiB pages, and two threads at 8.6 GB/s on huge pages. A trial checkpoint claims the devices and skips those that a
-broker manages, because two workers at a time are not safe.
+broker manages, because it is not safe for two processes to make checkpoints at the same time.
 """
 
 import asyncio
@@ -474,7 +474,7 @@ def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
-    """Try a checkpoint on the first suitable device. This blocks for seconds, or for minutes if the driver hangs."""
+    """Claim the devices and try a checkpoint on the first that supports it. This blocks for seconds, or for minutes if the driver hangs."""
     able = [device for device in devices if device.checkpointable]
     if not able:
         return TrialResult(not_tried="no device can be checkpointed")

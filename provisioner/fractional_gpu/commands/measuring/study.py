@@ -8,8 +8,8 @@
   at least eight rounds.
 - The tests use the logarithms of the quotients. If noise multiplies both times alike, however skewed it is, these logarithms scatter
   symmetrically, as the signed-rank test assumes.
-- Each look at the interval uses 98.5 % confidence, so that the final interval still has 95 %.
-- A setting with a narrow enough interval is not measured again. Disturbed steps are left out and not averaged in.
+- Examining the interval after every round makes errors more likely, so 98.5 % confidence is used to give the final interval 95 %.
+- A setting with a narrow enough interval is not measured again. A step that another program disturbed does not count.
 """
 
 import math
@@ -233,7 +233,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline, and for each share a device that is full of tenants with this share. Larger shares come first.
+    """Return the baseline, and for each share a setting with as many tenants as fit on a device. Larger shares come first.
 
     The baseline is a single tenant with the largest share.
     """

@@ -1,8 +1,8 @@
 """Tenants are programs that share one device, each under its own lease. In a step, they work at the same time for a while.
 
-A program waits in its stub until all tenants have places on the same device. The broker chooses the devices, so a stub with a place on
-another device gives the place back. Unless waiting is allowed, tenants take only spare room, so that they do not overtake leases that wait.
-To make room, they suspend only idle kernels of the same user, and each kernel only once.
+Each program is held by a stub (`commands.run.stub`) until all tenants have places on the same device. The broker chooses the devices, so a
+tenant that gets a place on another device gives it back. Unless waiting is allowed, tenants take only spare room, so that they do not
+overtake leases that wait. To make room, they suspend only idle kernels of the same user, and each kernel only once.
 """
 
 import os
@@ -172,8 +172,8 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        Only the first tenant of a step starts with a fresh sample of the devices. For a later tenant, the other tenants already wait, and
-        the broker knows their leases.
+        On the first look, the broker measures the devices again only for the first tenant of a step. When a later tenant starts, the
+        earlier ones only wait, and the broker knows their leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id

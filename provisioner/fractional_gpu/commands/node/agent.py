@@ -1,4 +1,4 @@
-"""`jupyter gpu node agent` runs the node agent with its options, log and shutdown. In Kubernetes it also keeps the seats of pods."""
+"""`jupyter gpu node agent` runs the node agent with its options, log and shutdown. In Kubernetes it also updates the pods' seats."""
 
 import argparse
 import json

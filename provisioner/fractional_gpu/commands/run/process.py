@@ -1,6 +1,6 @@
-"""The process of a command. It is held until it has the GPU, and has its own process group, its terminal, signals and exit status.
+"""The process of a command that `jupyter gpu run` starts. It waits until it has the GPU, and then behaves as if a shell had started it.
 
-- A stub (`stub`) is started first, so that the broker knows the process before the command runs in it.
+- The process first runs a small program (`stub`), so that the broker knows its pid before the command replaces this program.
 - The command has its own process group. If the runner has the terminal, it gives the terminal to this group, so that Ctrl-C and Ctrl-Z
   reach the command as from any shell. When the command stops, the runner takes the terminal back and stops, too. A shell's `fg` continues
   both.
@@ -132,7 +132,7 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the exit status of the command, or -N if signal N ended it. First pass on the signals already `noted`.
+        """Return the exit status of the command, or -N if signal N ended it. Before waiting, pass on the signals in `noted`.
 
         After passing on a signal, call `passed_on` with its number. When the runner gets SIGCONT, call `continued`.
         """
@@ -206,7 +206,7 @@ class RunningCommand:
         return status
 
     def _stop_too(self, number: int) -> None:
-        """Stop like the command, so that the shell gets the terminal back. When this process is continued, continue the command."""
+        """Stop this process, too, so that the shell gets the terminal. When this process continues, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
             return  # the process that stopped the command will continue it
         if (
@@ -283,7 +283,7 @@ def attach(lease: KernelLease, pid: int, *, served: bool = False) -> None:
 
 
 def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a kernel would get, with its memory limit as hints for frameworks and as a fraction."""
+    """Return the environment that a kernel would get, with variables that tell frameworks such as PyTorch their memory limit."""
     environment = {**environment_with(lease, os.environ), **granted, "JUPYTER_GPU_KIND": COMMAND}
     MemoryLimits(environment).bind({})
     device_mib = int(environment.get(DEVICE, "0"))

@@ -1,4 +1,4 @@
-"""Becomes the command of `jupyter gpu run` once it has the GPU. This script imports only the standard library.
+"""This program replaces itself with the command of `jupyter gpu run` once it has the GPU. It imports only the standard library.
 
     python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
 

@@ -1,7 +1,7 @@
-"""Keeps the lease of a running command: reports when the command needs the GPU, prints notices, and outlives brokers.
+"""Keeps the lease of a running command. It reports when the command needs the GPU, prints notices, and continues if the broker ends.
 
-One thread follows the lease. Another thread looks for signs that the command needs the GPU, and then starts a third thread that waits for
-the GPU. As for a kernel, a broker that ended is restarted only when the command needs the GPU. The threads are daemons and never end the
+One thread follows the state of the lease. Another thread looks for signs that the command needs the GPU, and then starts a third thread
+that waits for the GPU. A broker that has ended is restarted only when the command needs the GPU. The threads are daemons and never end the
 command.
 """
 
@@ -167,14 +167,14 @@ class CpuWatch:
 
     The command is taken to be waiting for the GPU:
 
-    - At once, if it has used the CPU since its suspend and is now found waiting.
+    - At once, if it has used the CPU since its suspend and now hardly uses it.
     - After `FIRST_PATIENCE_S`, if it used the CPU only just before its suspend, which may have come just before a GPU call.
     - After `LONGEST_PATIENCE_S`, if it computes without a pause, because one of its threads may be waiting.
-    - Never, if it has not used the CPU at all, because it is then waiting for the same thing as before.
+    - Never, if it has not used the CPU at all, because it then still waits for what it waited for before the suspend.
 
-    If the command neither used the GPU nor computed after a resume, the next sign counts later. It counts first `FIRST_PATIENCE_S` after
-    the suspend, then after twice as long each time, up to `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, a sign counts
-    after `FIRST_PATIENCE_S` at the earliest.
+    A resume is in vain if the command then neither uses the GPU nor computes. After it, the command is not taken to be waiting until
+    `FIRST_PATIENCE_S` after the next suspend, and this time doubles with each further resume in vain, up to `LONGEST_PATIENCE_S`. After ten
+    resumes in a row without GPU work, it is at least `FIRST_PATIENCE_S`.
     """
 
     def __init__(self) -> None:
@@ -351,8 +351,8 @@ class Supervisor:
     def wake(self, *, ending: bool = False) -> None:
         """Resume a suspended command so that it can handle a signal. Returns at once, and any thread may call it.
 
-        `ending` means that the signal asks the command to end. A server then stays resident, because nothing else would resume it to clean
-        up.
+        `ending` means that the signal asks the command to end. A command with ports then stays resident while it cleans up, because no new
+        connection would resume it.
         """
         if ending and self._ports is not None:
             self._is_ending = True

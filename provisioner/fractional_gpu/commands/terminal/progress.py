@@ -31,9 +31,9 @@ class Progress(AbstractContextManager["Progress"]):
     A terminal gets a bar, which is erased at the end. Elsewhere, calls of the counter write lines such as `WHAT: 3 of 8 THINGS after 5 s`,
     at most one every two seconds and without a thread.
 
-    With `blocks`, the command cannot count continuously, so a thread draws the bar. If the output is not a terminal, this thread writes
-    each new text of `what` once, unless `silent`. `within_s` is the longest time that the command may take, and the bar shows it instead of
-    a count.
+    With `blocks`, a call blocks the command, so it cannot count, and a thread draws the bar. If the output is not a terminal, this thread
+    writes each new text of `what` once, unless `silent`. `within_s` is the longest time that the command may take, and the bar shows it
+    instead of a count.
     """
 
     def __init__(

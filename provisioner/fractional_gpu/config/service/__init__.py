@@ -25,7 +25,7 @@ def service_file(path: Path, environment: str) -> str:
 
 
 def requirement(extras: str) -> str:
-    """Return pip's requirement for this package from where it was installed: a file, a repository, or an index."""
+    """Return the text with which pip installs this package again from the same file, repository or index."""
     origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
     url, vcs = origin.get("url"), origin.get("vcs_info")
     if vcs:

@@ -233,7 +233,7 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock was set since the last reading of the device, for which `known` holds the value of `_steps`."""
+        """Return whether the wall clock was set since the last reading of the device. `known` has `_steps` at that time, by device."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps

@@ -263,7 +263,7 @@ def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int 
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each stretch of data. Find each hole only once, because the system visits every page before it."""
+    """Yield the start and end of each stretch of data. Look for each hole only once, because the search visits every page."""
     hole = 0
     while hole < size:
         try:

@@ -1,6 +1,6 @@
 """A simulated process: its gate, context and allocations. This module uses only the standard library.
 
-The contexts and allocations on a device never exceed its memory, because each is admitted in the transaction that records it. Before
+The contexts and allocations on a device never exceed its memory, because the transaction that records one also checks that it fits. Before
 refusing an allocation, the process releases the memory of dead processes. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all other
 processes of its lease (JUPYTER_GPU_LEASE) on the device. An allocation is also refused if the machine has too little real memory for it.
 """
@@ -61,7 +61,7 @@ class SimulatedOutOfMemory(SimulatedCudaError, MemoryError):  # noqa: N818 (name
 
 
 class Gate:
-    """The gate of the calling process, as seen by that process."""
+    """The gate of this process. It holds the process's GPU calls while the process is locked or checkpointed."""
 
     def __init__(self, store: Store, key: str, *, uninterruptible: bool) -> None:
         self._store = store

@@ -1,10 +1,10 @@
-"""Charges the memory of a shared host to control groups: device memory to the host's group, and saved memory to the group of the process.
+"""Charges device memory to the control group of a shared simulated host, and saved memory to the control group of the process.
 
-The kernel charges the pages of a file in memory to the group that first touches them. This would be the wrong group, because the notebook
-fills its device memory and root's worker writes the saved copy. Therefore, a process that allocates device memory sends the descriptor of
-the file to a thread of the broker, which reserves the pages. If the thread does not answer, the process is charged. Before a save, a helper
-in the control group of the process reserves the pages of the copy. If the group has no room, the kernel kills the helper, and the process
-is unchanged. `reserve` needs only the standard library.
+Linux charges the pages of a file in memory to the group that first touches them. This would be the wrong group, because the notebook fills
+its device memory and root's worker writes the saved copy. Therefore, a process that allocates device memory sends the descriptor of the
+file to a thread of the broker, which reserves the pages. If the thread does not answer, the process is charged. Before a save, a helper in
+the control group of the process reserves the pages of the copy. If the group has no room, Linux kills the helper, and the process is
+unchanged. `reserve` needs only the standard library.
 """
 
 import errno

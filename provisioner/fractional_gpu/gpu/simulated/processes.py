@@ -223,7 +223,7 @@ def open_gate(store: Store, key: str) -> None:
 def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
     """Hold the lock on a process's checkpoint state during the block. Yield False if another operation holds it for `timeout_s`.
 
-    Raises FileNotFoundError if the process was reaped. The kernel releases the lock when its holder dies.
+    Raises FileNotFoundError if the process was reaped. Linux releases the lock when its holder dies.
     """
     with opened(folder, "operation", os.O_RDONLY) as descriptor:
         yield lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
