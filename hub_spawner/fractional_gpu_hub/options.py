@@ -21,7 +21,7 @@ WITHOUT = "none"
 
 
 class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
-    """A pool on the nodes of a cluster. `facts` replaces the figures of a single machine. It is a sentence without a full stop."""
+    """A pool on the nodes of a cluster. `facts` is shown instead of the figures of a single machine. It has no full stop."""
 
     facts: str
 

@@ -42,7 +42,7 @@ class Registrations:
         self._undo.append(lambda: _put_back(own, name, function, before))
 
     def undo(self) -> None:
-        """Remove all that is still ours, in reverse order. This method is idempotent."""
+        """Remove our parts that are still installed, in reverse order. This method is idempotent."""
         while self._undo:
             self._undo.pop()()
 

@@ -439,7 +439,7 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
 class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
     @web.authenticated
     def post(self) -> None:
-        """Set the port of the server with this token. Raises HTTPError for any other request."""
+        """Set the port of the server that the request's token belongs to. Raises HTTPError for any other request."""
         token, data = self.get_auth_token(), self.get_json_body()
         port = data.get("port") if isinstance(data, dict) else None
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):

@@ -84,7 +84,7 @@ class Gate:
                 on_open()
 
     def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
-        """Return whether the cell may run, because the gate is open or `overlap` is set. If so, count the cell `mark` as running."""
+        """End the wait. Return whether the cell may run: the gate is open or `overlap` is set. If so, count `mark` as running."""
         with self._lock:
             self._waiting.remove(on_open)
             may_enter = self.is_open or overlap

@@ -117,7 +117,7 @@ def _as_no_result(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def rendered(error: BaseException) -> BaseException:
-    """Make IPython show the error as one sentence, because its traceback has only our frames."""
+    """Make IPython show the error as one sentence, because its traceback shows only code of this package."""
     error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
     return error
 

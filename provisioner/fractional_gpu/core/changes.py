@@ -154,7 +154,7 @@ class Changes:
         lease.expectation = lease.rhythm_ms = None
 
     def set_pin(self, lease: Lease, until_ms: int) -> None:
-        """Set when the pin ends, or 0 for no pin, and charge the remaining time to the budget. This emits no effect."""
+        """Set when the pin ends, or 0 for no pin, and charge its remaining time to the owner's pin budget. This emits no effect."""
         account = self.books.accounts.of(lease)
         spent_ms = account.spent_pin_ms(self.books.policy(lease), self.now_ms) - max(
             0, lease.pinned_until_ms - self.now_ms

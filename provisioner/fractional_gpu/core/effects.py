@@ -148,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """The pool's `revoked_ttl_ms` has passed since the lease's seat ended. End its processes. This effect is repeated until they have ended."""
+    """The pool's `revoked_ttl_ms` has passed since the seat ended. End the lease's processes. This is repeated until they have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

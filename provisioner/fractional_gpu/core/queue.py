@@ -295,7 +295,7 @@ class QueuePass:
         return False
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
-        """Serve a ticket that fits, or keep its room until a swap channel is free. Return the same value as `_visit`."""
+        """Serve a ticket that fits, or keep its room until a swap channel is free. Return whether later tickets change places."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
                 self.capacity.keep(lease, device_id, lease.ask_mib)

@@ -304,7 +304,7 @@ class Forecasts:
     # -- bounds and errors ---------------------------------------------------------------------------------------------
 
     def _stated(self, kind: str, name: str, span: Span) -> Span:
-        """Return the estimate with corrected bounds."""
+        """Return the estimate with the bounds that its `Band` corrects."""
         band = self.bands.get(f"{kind} {name}")
         return span if band is None else band.spread(span)
 
@@ -323,7 +323,7 @@ class Forecasts:
         return entry_of(self.bands, f"{kind} {name}", Band)
 
     def _corrected(self, name: str, first: Sequence[float], basis: int) -> Span:
-        """Return the computed value, corrected by the last ratios of outcomes to computed values."""
+        """Return the computed value `basis`, multiplied by the last ratios of outcomes to computed values."""
         ratios = sorted(self.ratios.get(name, first))
         low, expected, high = (max(0.0, quantile(ratios, part) * (basis + PAD) - PAD) for part in (0.1, 0.5, 0.9))
         return _span(expected, low, high)

@@ -66,7 +66,7 @@ class ShownForecast:
 
 @dataclass(slots=True, kw_only=True)
 class Ticket:
-    """A lease's place in the queue, which is ordered by priority, urgency and age (see `suspend`)."""
+    """A lease's place in the queue. `queue.Turns` defines the order."""
 
     order: int
     asked_ms: int
