@@ -291,7 +291,7 @@ class Broker:
             kernel.notify()
 
     def open_gate(self, kernel: Kernel) -> None:
-        """Let the kernel's cells run if the kernel may use its devices and is not held back for waiting kernels."""
+        """Let the kernel's cells run if the kernel may use its devices and the arbiter does not make its cells wait."""
         device_ids, view = self.records.may_use(kernel), self.arbiter.lease(kernel.lease_id)
         if device_ids and kernel.link is not None and view is not None and not view.gate_closed:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))

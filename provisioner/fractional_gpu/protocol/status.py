@@ -128,7 +128,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> LeaseSpec:
-        """The size that the kernel requested and was granted."""
+        """The size and the pool that the kernel requested and was granted."""
         return self.lease.spec
 
     @property

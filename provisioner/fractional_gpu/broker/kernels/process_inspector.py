@@ -251,7 +251,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, except those below `apart`. Includes processes that were reparented out of the kernel's tree."""
+    """Return the kernel's processes, except `apart` and its descendants. Includes processes that have left the kernel's tree."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree

@@ -2,8 +2,8 @@
 
 A broker that lost its ledger restores the leases of live kernels from small files next to its socket. Kernels cannot supply the pool,
 size, priority and seat, because they write their environment themselves. A file counts only if it belongs to this user, no other user may
-write to it, and it names the process in question (`lost_leases` checks that). The files are not synced to disk, because no process survives
-a reboot.
+write to it, and it names the process that holds the lease (`lost_leases` checks that). The files are not synced to disk, because
+no process survives a reboot.
 
 `remove_token_file` does not trust the path, which comes from the kernel's environment. It removes only `LEASE*.token` in a folder that
 belongs to the lease's user or root, and to which no other user may write. It runs in a separate thread, because the client's filesystem may

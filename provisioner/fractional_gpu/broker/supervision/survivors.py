@@ -236,7 +236,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return the MiB that the device still counts for ended processes. While no kernel is ending, record the usual figure."""
+        """Return the MiB that the device still counts for ended processes. While no kernel is ending, record what it counts."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]

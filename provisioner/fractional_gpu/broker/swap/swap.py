@@ -4,7 +4,7 @@
   devices' counts are known.
 - `truth` determines a kernel's real state after a broker's start, and for quarantined leases. Half-done work is finished or undone,
   whichever is safe. Any other state is left alone and counts as unknown.
-- Only the devices concerned are read: the lease's own devices, and others on which its processes were seen.
+- An operation reads only the lease's own devices, and others on which its processes were seen.
 """
 
 import logging
