@@ -82,8 +82,8 @@ class LeaseCommand(Generic[Request, Answer]):
     """A command for one lease.
 
     `request` builds the request from the command line before the command contacts the broker, or raises UsageError. `call` returns the
-    answer that `--json` prints, or None for an empty object. `success` gets the lease as it was before the call, and the answer. `doing` is
-    shown if the call takes long.
+    answer that `--json` prints, or None for an empty object. `success` makes the output from the lease as it was before the call, and from
+    the answer. `doing` is shown if the call takes long.
     """
 
     description: str

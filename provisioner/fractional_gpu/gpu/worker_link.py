@@ -7,7 +7,7 @@
   continues, and later calls still wait for it.
 - The worker is replaced if the driver fails for unknown reasons on two targets in a row, and after `renew` (which follows an Xid error, a
   reset or a sleep). In these cases the driver may be broken only in the worker's process.
-- With a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
+- If the link has a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
 - The worker runs in a separate session, so Ctrl-C at the terminal does not reach it.
 """
 

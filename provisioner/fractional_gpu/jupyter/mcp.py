@@ -99,7 +99,7 @@ def _run(answer: Future[Answer], call: Callable[[], Answer]) -> None:
 
 
 def _failure() -> type[Exception]:
-    """Return the class of exceptions whose text agents see. Servers hide the text of other exceptions."""
+    """Return the exception class whose text servers show to agents. They hide the text of other exceptions."""
     from fastmcp.exceptions import ToolError  # noqa: PLC0415 - only servers for agents have this package
 
     kind: type[Exception] = ToolError

@@ -1,6 +1,6 @@
 """Opens the ledger's file and checks it first.
 
-An existing file is either a sound ledger or an error. It is never replaced, repaired or emptied. A new ledger is built under another name
+An existing file that is not a sound ledger is an error. It is never replaced, repaired or emptied. A new ledger is built under another name
 and renamed when it is complete. A write-ahead log without its database is an error, because it means that the database was removed. If
 `<file>.whole` exists, a broker whose files were deleted has written it, and it takes the ledger's name. One broker at a time holds a lock
 on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (0600), in a folder that no other user may write to.

@@ -55,8 +55,8 @@ def nearest_rank(ordered: Sequence[int], percent: int) -> int:
 class Goal:
     """The limits that a run must meet, in ms. None means no limit.
 
-    `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of the cells' waits and of the sessions' waits at the door.
-    `p95_late_ms` limits the 95th percentile of a user's lateness, for 95 % of the users, and of the sessions' waits at the door.
+    `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of the cells' waits and of the sessions' waits for a host.
+    `p95_late_ms` limits the 95th percentile of a user's lateness, for 95 % of the users, and of the sessions' waits for a host.
     """
 
     p95_wait_ms: int | None = None

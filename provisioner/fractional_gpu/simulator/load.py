@@ -67,8 +67,8 @@ _MOST_FALSE = 50  # in one gap
 class Signs:
     """The signs that a GPU cell is coming, of which `false_percent` are false. There are none if `foresight_ms` is 0.
 
-    A sign comes `foresight_ms` before each GPU cell, or immediately after the last cell if the gap is shorter. False signs come at any time
-    in a gap.
+    A sign comes `foresight_ms` before each GPU cell, or immediately after the previous cell if the gap is shorter. False signs come at any
+    time in a gap.
     """
 
     foresight_ms: int = 0

@@ -114,7 +114,7 @@ class HostMeter:
             meter.read_energy(0, BEGINS_MS, device_id, counter_mj=0)
 
     def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
-        """Inform the meter about the leases in an event and its effects."""
+        """Update the meter with what leases hold after an event and its effects."""
         named = dict.fromkeys(getattr(effect, "lease_id", None) for effect in effects)
         for lease_id in dict.fromkeys(event.lease_ids) | named:
             if lease_id is not None:

@@ -236,7 +236,7 @@ def _keep_pods(
     ended: Callable[[float], bool],
     every_s: float,
 ) -> None:
-    """Run the agent until `ended`. Update the seats and annotations of pods when pods change, and regularly."""
+    """Run the agent until `ended` returns True. Update the seats and annotations of pods when pods change and at intervals."""
     kept_s = noted_s = float("-inf")
     while not ended(0):
         now, changed = time.monotonic(), engine.changed.is_set()

@@ -1,6 +1,6 @@
 """The folder and the database of a simulated host. This module uses only the standard library, because notebooks import it.
 
-All state that processes must agree on changes in one short transaction, which moves no bytes and never waits. A forked child opens its own
+State that all processes share is changed in one short transaction, which moves no bytes and never waits. A forked child opens its own
 database connection, because SQLite forbids sharing one. A shared host belongs to root. All users can write to its database, so it protects
 them from mistakes but not from attacks. Only the owner of memory and root can read it. In a user's folder, root follows no links and opens
 only regular files of that user (`processes.open_file`). Only root cleans up after other users.
