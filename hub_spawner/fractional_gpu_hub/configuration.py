@@ -105,8 +105,8 @@ def _registered(name: str) -> type:
         ) from None
     if not (isinstance(kind, type) and issubclass(kind, GPUChoiceMixin)):
         raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: {registered[name].value} has no FractionalGPUMixin; expected {', '.join(SPAWNERS)}, or a "
-            "spawner with it"
+            f"{_WHERE}: spawner = {name!r}: {registered[name].value} does not extend FractionalGPUMixin; choose "
+            f"{', '.join(SPAWNERS)}, or a spawner that does"
         )
     return kind
 

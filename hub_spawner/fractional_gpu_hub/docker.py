@@ -46,7 +46,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
     gpu_device_request: Unicode[str, str | bytes] = Unicode(
         "nvidia",
         config=True,
-        help="""The container runtime's GPU driver; empty: pass no GPU to containers.
+        help="""The container runtime's GPU driver. Leave it empty to pass no GPU to containers.
 
         Example: c.FractionalGPUDockerSpawner.gpu_device_request = ""
         """,

@@ -43,4 +43,6 @@ def test_an_idle_kernel_is_warned_and_ended_unless_a_cell_runs(world: World) -> 
         with world.client() as client:
             told = [line.sentence for line in client.story(lease.lease_id).lines]
         assert any("The GPU broker ended the previous kernel at" in sentence for sentence in told)
-        notebook.must("pass")  # a Jupyter server that ends while it restarts a kernel may hang
+        server.connect(notebook.kernel_id).must(
+            "%%cpu\npass"
+        )  # a Jupyter server that ends while it restarts a kernel may hang

@@ -161,7 +161,7 @@ def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyP
         ({"pools": {"default": {"fractions": {1, 2}}}}, "expected a list such as"),
         ({"socket": "/srv/" + "x" * 120}, "longer than 100 bytes; pass a shorter path as socket"),
         ({"spawner": "dockr"}, "expected fractional-gpu-local, fractional-gpu-simple"),
-        ({"spawner": "docker"}, "has no FractionalGPUMixin"),
+        ({"spawner": "docker"}, "does not extend FractionalGPUMixin"),
         ({"simulate": "two"}, "simulate = 'two': expected COUNTxMEMORY such as '2x8GiB'"),
         ({"broker": "mine"}, "expected 'auto', 'managed' or 'system'"),
     ],

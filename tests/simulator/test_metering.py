@@ -221,7 +221,7 @@ def test_sessions_run_in_the_pool_of_their_group() -> None:
 
 def test_an_unknown_pool_is_named() -> None:
     trace = [session("a", closes=HOUR_MS, pool="huge")]
-    with pytest.raises(SimulationError, match=r"pool 'huge', which does not exist; the pools are large, small"):
+    with pytest.raises(SimulationError, match=r"pool 'huge', which does not exist; choose one of large, small"):
         simulate(machine(), trace)
 
 

@@ -215,7 +215,7 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (
             ["--users", "2", "--set", "habit=trainers", *ONE_GPU],
             2,
-            "several_gpus=0 only applies to the habit published, not to trainers",
+            "several_gpus=0 only applies to habit=published, not to habit=trainers",
         ),
         (
             ["--users", "2", "--set", "habit=teaching-lab", "--set", "lunch=1h"],

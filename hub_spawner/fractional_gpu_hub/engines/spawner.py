@@ -74,8 +74,8 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_stale_after: Float[float, int | float] = Float(
         float(STALE_S),
         config=True,
-        help="""The age at which a node's summary is stale, in seconds. The spawn page then shows its age and counts nothing there as
-        free.
+        help="""The age in seconds at which a node's summary is out of date. The spawn page then shows this age and offers no share
+        of the node.
 
         Example: c.EngineGPUMixin.gpu_stale_after = 300
         """,

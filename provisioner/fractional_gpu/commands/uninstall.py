@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.yes:
         if options.json or not sys.stdin.isatty():
             raise CommandError(
-                "there is no terminal to ask on: use --yes to remove everything, or --dry-run to see what would be removed"
+                "cannot ask for confirmation without a terminal: use --yes to remove everything, or --dry-run to see what would be removed"
             )
         for item in found.items:
             say(f"  {item.path}  ({item.what})")

@@ -268,7 +268,7 @@ class Pool(HasTraits):
     )
     price_hours = Setting(
         hub.price_bands, {}, {"Mon-Fri 08:00-18:00": 1.20},
-        help="Other prices at some times of the week, in the same currency and the machine's local time; the first match applies.",
+        help="Prices for certain times of the week, in the currency of `price`. The times are local, and the first match applies.",
     )
     charge = Setting(
         values.choice(Basis), "held", "reserved",
@@ -291,8 +291,8 @@ class Pool(HasTraits):
     )
     wait_bound = Setting(
         values.share, "5%", "1%",
-        help="Hub: the share of cells that may wait longer than wait_target. If one more server would exceed it, the pool is full "
-        "and that server gets no seat.",
+        help="Hub: the share of cells that may wait longer than wait_target. The pool is full if one more server would raise it above "
+        "this share.",
     )
     expected_use = Setting(
         values.share, "25.7%", "10%",

@@ -87,7 +87,7 @@ class Settings(HasTraits):
     )
     checkpoint_deadline = Setting(
         values.duration(least_ms=1000), "10m", "20m",
-        help="How long one checkpoint or restore may take. After this time, the broker assumes that the checkpoint worker hangs.",
+        help="How long one checkpoint or restore may take. After this time, the broker assumes that the checkpoint worker has hung.",
     )
     default_pool = Setting(
         values.text, "", "default",

@@ -121,8 +121,8 @@ class Host:
         found = next((pool for pool in self.pools if pool.name == session.pool), None)
         if found is None:
             raise SimulationError(
-                f"session {session.session_id!r} names pool {session.pool!r}, which does not exist; the pools are "
-                f"{', '.join(pool.name for pool in self.pools)}: name one of them, or configure it (--policy)"
+                f"session {session.session_id!r} names pool {session.pool!r}, which does not exist; choose one of "
+                f"{', '.join(pool.name for pool in self.pools)}, or configure it with --policy"
             )
         return found
 

@@ -125,8 +125,8 @@ def _check_folder(folder: Path, uid: int) -> None:
         why = f"cannot be used: {error.strerror}"
     if why:
         raise ValueError(
-            f"the folder of the kernel's sockets, {folder}, {why}; set the kernel's `ip` to a path in a folder that only "
-            "its user can write to, such as Jupyter's runtime folder"
+            f"{folder}, where the kernel's sockets are, {why}; set the kernel's `ip` to a path in a folder that only the kernel's "
+            "user can write to, such as Jupyter's runtime folder"
         )
 
 

@@ -240,7 +240,7 @@ def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
                 f"{_said(name, given)} only applies to synthetic users; sessions from files or a ledger run as recorded"
             )
         if name in given and name in _OF_PUBLISHED and scenario.habit is not Habit.PUBLISHED:
-            raise UsageError(f"{_said(name, given)} only applies to the habit published, not to {scenario.habit}")
+            raise UsageError(f"{_said(name, given)} only applies to habit=published, not to habit={scenario.habit}")
     if scenario.habit is Habit.TEACHING_LAB and scenario.lunch:
         raise UsageError(
             f"{_said('lunch', given)} and the habit {scenario.habit} cannot be combined, because it has no lunch break; "
