@@ -43,7 +43,7 @@ class Panel:
 
 
 def curves(rows: Sequence[Sequence[Panel]], *, across: str, up: str, note: str = LOWER_LEFT) -> str:
-    """Return the picture. `across` and `up` name the axes of all panels, and `note` is the sentence after these names."""
+    """Return the picture. `across` and `up` name the axes of all panels. The sentence `note` is shown after the names of the axes."""
     width, height = max(len(row) for row in rows) * _FRAME.width, _HEAD + len(rows) * _FRAME.height
     parts = [
         element("title", f"{up} against {across}"),

@@ -73,8 +73,8 @@ def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 def _skipped(count: int, confidence: float) -> int | None:
     """Return the largest number of samples to leave out at each end, or None if there are too few samples.
 
-    The number of samples below the median has a binomial distribution. The median lies outside the interval if at most `skipped` samples
-    are on one side of it.
+    The number of samples below the median has a binomial distribution. The true median lies outside the interval between the remaining
+    samples if at most `skipped` samples are on one side of the true median.
     """
     allowed = (1 - confidence) / 2
     skipped, tail = -1, 0.0

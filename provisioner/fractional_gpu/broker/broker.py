@@ -299,7 +299,7 @@ class Broker:
     def _cell_began(self, kernel: Kernel) -> None:
         """Handle a cell that began although its kernel should keep cells waiting.
 
-        This happens if the kernel has no extension, if the command to keep cells waiting came too late, or if a grant cancelled it.
+        This happens if the kernel has no extension, or if the command to keep cells waiting came too late or was cancelled by a grant.
         """
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)

@@ -1,7 +1,7 @@
 """The columns of a report's tables, for terminals and pages: names, formatted figures, rows and totals.
 
-The shown parts add up to the shown total. Amounts are exact. Other figures are rounded as running sums, so the last digit of a part may be
-off by one.
+The shown parts add up to the shown total. Amounts are exact. For other figures, the running sums are rounded, and each part is shown
+as the difference of two of them. So the last digit of a part may be off by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> li
 
 
 def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
-    """Format values in `unit` with this many decimals. They are rounded half up so that they add up to their rounded sum."""
+    """Format values in `unit` with this many decimals. Running sums are rounded half up, so that the shown values add up to their sum."""
     step, shown, before, running = 10**places, [], 0, 0
     for value in values:
         running += value

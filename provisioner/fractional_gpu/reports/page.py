@@ -78,7 +78,7 @@ def page(
 def body(
     report: UsageReport, by: Sequence[str], *, whole: bool = True, others: Mapping[str, UsageReport] | None = None
 ) -> str:
-    """Return the parts of the page, from the sums to the legend. `others` has further reports by user, with their headings."""
+    """Return the parts of the page, from the sums to the legend. `others` maps headings to further reports with sums by user."""
     days = day_bars(report, whole=whole)
     leases = of_leases(report.entries)
     several = [

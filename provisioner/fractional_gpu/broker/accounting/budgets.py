@@ -1,9 +1,9 @@
-"""Counts what users and groups spend, warns them, and does what a pool's setting `over_budget` says once a budget is used up.
+"""Counts what users and groups spend, warns them, and applies a pool's setting `over_budget` once a budget is used up.
 
 - A budget counts past use only, and reserves nothing. When a group's budget is used up, all its users are affected.
-- The meter reports once a minute, so a budget may be exceeded by the use of one minute.
-- No kernel is ended and no state is lost. Until the budget has room again, kernels get another priority, or new kernels and seats are
-  refused.
+- The meter reports once a minute, so up to a minute may pass before a used-up budget has consequences.
+- No kernel is ended and no state is lost. Until the budget resets or is extended, kernels get another priority, or new kernels and seats
+  are refused.
 """
 
 import logging

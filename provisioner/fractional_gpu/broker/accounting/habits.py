@@ -194,7 +194,7 @@ def _share(view: LeaseView) -> Share:
 def _sample(view: LeaseView, use_milli: int | None) -> Sample:
     """Return how much of its share a lease uses.
 
-    Memory is the mean over the lease's devices. If utilisation was not measured, the demand that was learned for the lease is used.
+    Memory is the mean over the lease's devices. If utilisation was not measured, the figure that the broker learned for the lease is used.
     """
     count = max(1, view.spec.devices)
     learnt = view.demand_milli or None

@@ -1,8 +1,8 @@
 """The HTTP server below the routes. It limits what a connection may send, and decides when to read it.
 
-The head of a request tells the server whether to refuse it (if it is too large, has no known length, or its account has long been
-overdrawn). The server then replies at once and never reads the body. Otherwise the request's account (`cost.Account`) waits for its turn
-and pays before the body is read. Once the account's reserve is spent, nothing is read from its connections. Each user may have a few
+A request is refused if it is too large, has no known length, or belongs to an account that has long been overdrawn. The head of a request
+shows this, so the server replies at once and never reads the body. Otherwise the request's account (`cost.Account`) waits for its turn and
+pays before the body is read. Once the account owes `COST_RESERVE_S`, nothing is read from its connections. Each user may have a few
 connections, and more for each lease with a process. A connection beyond that waits a moment, gets one reply and is closed. Administrators
 still get a descriptor when users have used up theirs. Connections that make no progress in time are closed.
 """
@@ -163,7 +163,7 @@ def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", se
 
 
 class MeteredStream(iostream.IOStream):
-    """A connection that charges its account for each read, and is not read while the account's reserve is spent."""
+    """A connection that charges its account for each read. While the account owes `COST_RESERVE_S`, the connection is not read."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class MeteredStream(iostream.IOStream):
         self._reads = 0  # in this pass of the loop
 
     def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
-        """Read as IOStream does, but return None while the account is spent or after `_READS_AT_ONCE` reads in one pass of the loop."""
+        """Read as IOStream does, but return None if the account owes too much or after `_READS_AT_ONCE` reads in one pass of the loop."""
         self._reads += 1
         if self._reads > _READS_AT_ONCE or self.account.is_spent:
             return None
@@ -454,7 +454,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Close connections that other processes make to find out who holds the claim. A full queue would hide the holder."""
+    """Close connections that other processes open to see who holds `claim`. With a full queue of connections none could see it."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

@@ -256,7 +256,7 @@ class GateLink:
             del self._answers[number]
 
     def take(self, answer: GateAnswer, now_s: float) -> None:
-        """Record what the extension sent: an answer, or a sign of life. Ignore an answer for which nothing waits any more."""
+        """Record what the extension sent: an answer, or a sign of life. Ignore an answer if no task waits for it any more."""
         self.last_pulse_s = now_s
         self.mute = False
         if answer.number == 0:

@@ -1,7 +1,7 @@
 """Periodically samples device use, host memory and unresponsive kernels.
 
-A sample is read in a thread. It is evaluated on the loop only if no lease has changed state in the meantime. Otherwise it would charge
-memory to leases that have left their devices or have just arrived.
+A sample is read in a thread. It is evaluated on the loop only if no lease has changed state in the meantime. Otherwise the broker would
+charge memory to leases that have left their devices or have just arrived.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 - The log gets a JSON line when an action is requested, and another with its outcome before the reply. Each line is on the disk (fsync)
   before the broker continues. If the first line cannot be written, the action is refused (reason `audit-log`), unless `audit_required` is
   off. If the second cannot be written, the reply is an error.
-- Attempts of other users that are refused go to the broker's log, so that they cannot fill this one.
+- Refused attempts of users who are not administrators go to the broker's log, so that these users cannot fill the audit log.
 - Each line is ASCII and of limited length, and JSON escapes control characters. A token is never a parameter.
 - The file is private (0600). It is opened for each line, so that external rotation works. Files that are full or old are renamed and later
   removed. A line cut short by a full disk is removed.

@@ -1,4 +1,4 @@
-"""Writes the ledger (leases, stories, forecasts) in a thread and in order.
+"""Writes the ledger (leases, their histories, forecasts) in a thread and in order.
 
 A commit waits for the disk. Writes that are submitted during a transaction are therefore grouped into the next one, so that a burst of
 events does not wait for each commit.

@@ -225,11 +225,11 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
 def _take_turn(
     lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
 ) -> NameClaim | str | None:
-    """Return the claim on the socket's name if this process is to be the broker, or "" (and tell `ready`) if another one is.
+    """Return the claim on the socket's name if this process becomes the broker. If there is a broker, tell `ready` and return "".
 
-    Return None if this process is to be the broker although another user's process holds the claim. Any other string explains why
-    there is no broker. If the holder of the lock or the claim stops in time, this process takes its place. A broker that has the claim
-    but not the lock has lost its files. It will restart with its `kept` claim and then needs the lock, so the lock is released.
+    Return None if this process becomes the broker although another user's process holds the claim. Any other string explains why there
+    is no broker. If the holder of the lock or the claim stops in time, this process becomes the broker. A broker that has the claim but
+    not the lock has lost its files. It will restart with its claim (`kept`) and then needs the lock, so this process releases the lock.
     """
     deadline = time.monotonic() + patience_s
     while True:

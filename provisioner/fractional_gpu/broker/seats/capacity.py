@@ -1,8 +1,8 @@
 """A host's remaining capacity (`GET /v1/capacity`), for the node agents of Slurm and Kubernetes, and for people.
 
-For each fraction on offer, the forecast that places seats (`core.seat_packing`) estimates how many more seats each device can take. It
-assumes users with unknown habits, and respects the pool's `wait_bound`. The smallest estimate counts, so that an engine may grant any of
-the sizes on offer.
+For each fraction on offer, a forecast estimates how many more seats each device can take. The broker also uses this forecast to place seats
+(`core.seat_packing`). It assumes users with unknown habits, and respects the pool's `wait_bound`. The smallest estimate counts, so that
+Slurm or Kubernetes may grant any of the sizes on offer.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return the capacity that the host has left besides these seats.
+        """Return the capacity that the host has left when it holds `seats`.
 
         The forecast runs in a thread, which cancellation does not stop.
         """

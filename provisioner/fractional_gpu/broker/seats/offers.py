@@ -1,7 +1,7 @@
-"""Forecasts the load of pools. The forecasts place seats, and are shown to users who choose a pool and a fraction.
+"""Forecasts the load of pools, to place seats, and to inform users who choose a pool and a fraction.
 
-They are learned for each user and pool from the last four weeks in the ledger. The forecast wait for a full pool depends on how long the
-pool's last seats lasted.
+The broker learns the forecasts for each user and pool from the last four weeks in the ledger. The forecast wait for a seat of a full pool
+depends on how long the pool's last seats lasted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -186,7 +186,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the expected, shortest and longest wait until `position` of the `seats` seats end, judging by past seats."""
+        """Return the expected, shortest and longest time until as many as `position` of the pool's `seats` seats have ended."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None

@@ -205,7 +205,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that `asked` fits into the seat in addition to `held`. The error names `earlier`, the leases of an earlier server.
+    """Check that `asked` fits into the seat, whose kernels hold `held`. The error names `earlier`, the leases of an earlier server.
 
     Raises ForbiddenError or NoRoomError.
     """

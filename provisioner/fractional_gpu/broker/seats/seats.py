@@ -69,7 +69,7 @@ _MOST_WAITING = 2000
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A request in its pool's queue, which is compared by identity. When it leaves the queue, `seat` or `refused` is set."""
+    """A request in its pool's queue. Requests with equal contents are different. When one leaves the queue, `seat` or `refused` is set."""
 
     request: SeatRequest
     group: str

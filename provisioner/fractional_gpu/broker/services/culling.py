@@ -1,7 +1,7 @@
 """Ends kernels that have long been idle, or whose saved state fills the host memory, after a warning (`c.GPUBroker.cull_...`).
 
-While this is on, servers hide kernels that hold GPU state from idle cullers, which do not know what a kernel costs. A kernel is kept if its
-user runs, resumes or pins it after the warning.
+If this is configured, Jupyter servers hide kernels that hold GPU state from idle cullers, which do not know what a kernel costs. A kernel
+is kept if its user uses, resumes or pins it after the warning.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ End = Callable[[Kernel, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CullRule:
-    """When to end a kernel: after `after_ms` without use, or if saved state fills more than `above_percent` of its host memory budget.
+    """When to end a kernel: after `after_ms` without use, or if saved state fills over `above_percent` of the host memory it may use.
 
     None for `after_ms` switches the first condition off, and 100 for `above_percent` the second.
     """

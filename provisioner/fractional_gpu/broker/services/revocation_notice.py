@@ -206,7 +206,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return the devices that a notice drained, with the `evict_busy` of the drain that each had before, or None if it had none."""
+        """Return the devices that a notice drained. Each maps to the `evict_busy` of its earlier drain, or None without such a drain."""
         if self._drained is None:
             text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
             try:

@@ -54,7 +54,7 @@ class _Loaded(Struct):
 
 
 class Yielder:
-    """Asks `server` to release memory, for all users' kernels if `everyone` is set. `refresh` samples the devices."""
+    """Asks `server` to release memory for its owner's kernels, or for everyone's with `everyone`. `refresh` samples the devices."""
 
     def __init__(self, broker: Broker, server: ModelServer, *, everyone: bool, refresh: Refresh) -> None:
         self._broker, self._server, self._everyone, self._refresh = broker, server, everyone, refresh
@@ -76,7 +76,7 @@ class Yielder:
             await within(_PERIOD_S, queue)
 
     async def look(self) -> None:
-        """Ask the server to release memory that kernels wait for, or wake it if none do any more.
+        """Ask the server to release memory that kernels wait for. Wake the server once no kernel waits for the server's devices.
 
         If cancelled, a request may already have been sent.
         """
@@ -136,7 +136,7 @@ class Yielder:
                 await self._refresh()
 
     async def _wake(self) -> None:
-        """Wake the server once no kernel waits for its devices and what it released fits on them."""
+        """Wake the server once no kernel waits for the server's devices and they have room for the memory that the server released."""
         arbiter, server = self._broker.arbiter, self._server
         pools = {name for name, pool in arbiter.pools().items() if self._released.keys() & set(pool.devices)}
         if any(view.spec.pool in pools and arbiter.waits(view.spec.lease_id) for view in arbiter.leases()):
@@ -214,7 +214,7 @@ def _holdings(server: ModelServer, strangers: Mapping[str, Sequence[Stranger]]) 
 def _is_of(one: Stranger, owners: Mapping[str, int], server: ModelServer) -> bool:
     """Whether the process belongs to the server.
 
-    It does if it or an ancestor listens on the server's socket, or if an owner runs it under one of the server's names.
+    It does if the process or an ancestor has the server's socket open, or if its user owns the socket and its command is the server's.
     """
     if one.uid in owners.values() and one.command.startswith(server.commands):
         return True

@@ -1,7 +1,7 @@
 """Memory caps that the driver enforces. Each control group may use as much memory of a device as its leases hold there.
 
-A group is limited if it contains only processes of one seat or user (`own_group`). Its limit is raised before one of its leases may use a
-device or is restored there, and lowered after a suspend. The limit ends with the group's last lease.
+A group is limited if it contains only processes of one seat or user (`own_group`). The broker raises the group's limit
+before one of its leases uses or returns to a device, and lowers it after a suspend. The limit ends with the group's last lease.
 
 A restore beyond the limit would kill the process, so nothing is restored before the limit is set. A broker that starts while kernels live
 cannot test the driver. If it finds limits, it keeps them up to date.

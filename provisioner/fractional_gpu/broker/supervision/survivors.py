@@ -236,7 +236,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return the MiB that the device still counts for ended processes. While no kernel is ending, record what it counts."""
+        """Return the MiB that the device still counts for ended processes. While no kernel ends, record what it charges to no process."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -419,7 +419,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """How many processes of one control group the system killed for lack of memory. `accounted` of them cannot explain a new death."""
+    """How many processes of one control group Linux killed for lack of memory. The first `accounted` kills cannot explain a new death."""
 
     limited_by: str
     accounted: int
@@ -443,7 +443,7 @@ class OomKills:
             log.debug("cannot read the out-of-memory counter of process %d: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
-        """Count kills in the control groups of these live kernels, and mark those that are too old to explain the end of a kernel."""
+        """Count kills in the control groups of these live kernels. Kills older than `_WINDOW_S` no longer explain the end of a kernel."""
         self._files = {pid: file for pid, file in self._files.items() if pid in pids}
         for pid in set(pids) - self._files.keys():
             self.follow(pid, now_s)

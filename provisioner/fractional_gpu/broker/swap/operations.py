@@ -210,7 +210,7 @@ class Operations:
             reported = truth.sentence
 
     async def _write_down(self, kernel: Kernel, phase: str) -> None:
-        """Write the lease and what will be saved to the ledger. If this raises LedgerError, the phase must not start."""
+        """Write the lease and the memory to save to the ledger before a phase, which must not start if this raises LedgerError."""
         log.debug("lease %s: %s", kernel.lease_id[:8], phase)
         await self._broker.records.write(kernel)
 

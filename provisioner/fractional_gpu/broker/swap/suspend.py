@@ -126,8 +126,8 @@ class Suspension:
     ) -> Suspended:
         """Suspend the kernel. Return the outcome, the MiB saved (or needed, if too little was reserved), and a sentence.
 
-        Calls `reserve` if the effect reserves too little host memory. Cancel this only when the broker ends, because processes may stay
-        locked.
+        If `effect` reserves too little host memory, this method calls `reserve` for more. Cancel it only when the broker ends, because
+        processes may stay locked.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
