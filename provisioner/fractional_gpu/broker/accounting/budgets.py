@@ -2,8 +2,7 @@
 
 - A budget counts past use only, and reserves nothing. When a group's budget is used up, all its users are affected.
 - The meter reports once a minute, so up to a minute may pass before a used-up budget has consequences.
-- No kernel is ended and no state is lost. Until the budget resets or is extended, kernels get another priority, or new kernels and seats
-  are refused.
+- No kernel is ended and no state is lost. While the budget is used up, kernels get another priority, or new kernels and seats are refused.
 """
 
 import logging

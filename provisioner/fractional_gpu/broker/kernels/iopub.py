@@ -1,7 +1,7 @@
 """The broker's subscription to a kernel's IOPub, which shows whether the kernel is busy.
 
-- IOPub reports busy and idle for every message. The message types in `USES` count as use. Subshells overlap, so the watch keeps a *set* of
-  busy parent message ids, never a flag.
+- IOPub reports busy and idle for every message. The message types in `USES` count as use. Subshells overlap, so the `IOPubWatch` keeps
+  a *set* of busy parent message ids, never a flag.
 - If the watch is in doubt, the kernel counts as busy. IOPub can lose messages, and a late subscriber does not get the current state. The
   doubt ends when the kernel has answered a `kernel_info` request on its shell channel *and* the idle status of that request came over
   IOPub. A kernel that stays busy without sending a message gets this request on each busy shell. An answer clears the earlier messages of

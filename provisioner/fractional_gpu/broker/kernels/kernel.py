@@ -100,7 +100,7 @@ class DiskState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PendingRequests:
-    """The requests that clients wait for. The services that receive the requests change it."""
+    """The requests that clients wait for. The services that receive the requests change this object."""
 
     waiters: int = 0  # clients that wait for the GPU
     blocked_resumes: int = 0  # of these, clients whose wait ends once the process handles no message

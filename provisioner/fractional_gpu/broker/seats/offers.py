@@ -116,7 +116,7 @@ class PoolForecasts:
     ) -> PoolFull | str | None:
         """Return the id of the device for one more seat in addition to `seats`, or why the pool is full.
 
-        A seat that its engine has already admitted is never refused.
+        If Slurm or Kubernetes has already admitted the request, the forecast does not count.
         """
         devices = self.usable_devices(pool)
         promised = guaranteed_full(

@@ -3,8 +3,9 @@
 - A seat is in the ledger before the hub receives it. It expires unless the hub confirms that it has saved the seat. A confirmed seat
   survives restarts of the hub and the broker until it is ended, and an ended seat never returns. A server has one seat, so taking another
   ends the older seat.
-- A pool may be full because of the forecast (`core.seat_packing`) or of what it has promised. The configuration decides whether requests
-  are then refused or wait, first come, first served within a priority. A request that the pool could never serve is refused at once.
+- A pool is full if cells would probably wait too long (`core.seat_packing`), or if its memory is promised to other seats. The configuration
+  decides whether requests are then refused or wait. Requests of one priority are served in the order in which they came. A request that
+  the pool could never serve is refused at once.
 - A request that fits passes earlier requests that do not. After `max_passed_over` times, the pool keeps its room for the passed request,
   unless even the empty pool could not serve it.
 """
@@ -528,7 +529,7 @@ class Seats:
 
 
 def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
-    """Return whether `other`, which is already queued, stays ahead of a new request. Requests that an engine has admitted go first."""
+    """Return whether `other`, which is already queued, stays ahead of a new request. Slurm's and Kubernetes' requests go first."""
     if waiter.request.admitted or other.request.admitted:
         return other.request.admitted
     return other.terms.priority >= waiter.terms.priority
