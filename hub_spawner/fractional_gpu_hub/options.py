@@ -21,7 +21,7 @@ WITHOUT = "none"
 
 
 class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
-    """A pool on the nodes of a cluster. `facts` is shown instead of the figures of a single machine. It has no full stop."""
+    """A pool on the nodes of a cluster. `facts` is a text without a full stop, shown instead of the figures of a single machine."""
 
     facts: str
 

@@ -32,7 +32,7 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return ids_of_user(self._expand_user_vars(self.username_template))
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may use the seat, or None for a dynamic user, whose uid is not yet known, so that the token is enough."""
+        """Return the only uid that may use the seat. A dynamic user has no uid yet, so return None: the token is then enough."""
         ids = self.gpu_user_ids()
         return None if ids is None else ids[0]
 

@@ -62,7 +62,7 @@ class LeasedKernel:
         self.inputs.become_inert()
 
     def take_size(self, environment: Mapping[str, str]) -> None:
-        """Apply a new size. Frameworks that are imported later read the environment; loaded ones are limited on the main loop."""
+        """Apply a new size. Frameworks that are imported later read the environment; the main loop limits those already imported."""
         self.gate.bind(environment)
         self.on_main_loop(self._apply_limit)
 
@@ -79,7 +79,7 @@ class LeasedKernel:
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Run the callback on the main loop. Return False if that is not running: in a terminal, or in an older ipykernel's GUI loop."""
+        """Run the callback on the main loop. Return False if it does not run, as in a terminal or an older ipykernel's GUI loop."""
         kernel: Any = getattr(self.shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
         shell_channel: Any = getattr(kernel, "shell_channel_thread", None)

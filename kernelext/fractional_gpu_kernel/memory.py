@@ -342,7 +342,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads this variable. If the environment is for another process, return False."""
+        """Return whether the installed package reads this variable. Return False if the environment is another process's."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -388,7 +388,7 @@ def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
 
 
 def _cupy_reserved() -> int | None:
-    """Return the bytes on the current device, or None if the pool is empty, because CuPy does not show whether it uses CUDA."""
+    """Return the bytes in CuPy's pool on the current device. Return None if it is empty, because CuPy may then not use CUDA at all."""
     cupy = sys.modules.get("cupy")
     if cupy is None or is_half_imported(cupy):
         return None
@@ -418,7 +418,7 @@ TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
 
 def free_caches() -> str:
-    """Collect garbage and empty the caching allocators. Return a description for the broker's log. Raises no CUDA errors."""
+    """Collect garbage and empty the caching allocators. Return a sentence about the result for the broker's log. Raises no CUDA errors."""
     done = []
     if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()

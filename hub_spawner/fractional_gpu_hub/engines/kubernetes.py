@@ -268,7 +268,7 @@ def _is_of_the_node(path: str) -> bool:
 
 
 def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping from a configuration
-    """Return the first of these fields that is set. `found` is a model of the Kubernetes client, or a mapping."""
+    """Return the value of the first field in `names` that `found` has. `found` is a model of the Kubernetes client, or a mapping."""
     for name in names:
         value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
         if value is not None:

@@ -19,7 +19,7 @@ async def read() -> Cluster:
 
 
 def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
-    """Return the cluster with the servers of all hubs. In `text`, each job begins with `mark`, followed by the columns.
+    """Return the cluster with the servers of all hubs. `text` lists the jobs. Each job begins with `mark`, and its columns follow.
 
     The name of the job is the last column, because its user chose it. It may contain separators and line breaks, but not the mark, which is
     random for each call.

@@ -165,7 +165,7 @@ class _Usage(_Html):
     """The page "My usage", and "Usage" for administrators. Both are also available as CSV."""
 
     def set_default_headers(self) -> None:
-        """Allow the form in which the user chooses the period."""
+        """Allow the browser to send the form in which the user chooses the period."""
         super().set_default_headers()
         self.set_header("Content-Security-Policy", _HEADERS["Content-Security-Policy"].replace(*_FORMS))
 

@@ -5,7 +5,7 @@ For the broker this process is an administrator, who may read everything. This m
 - The figures of a user are requested by name and only for users of the hub (`seated`), because the machine may have another user with the
   same name. Entries with other names are dropped, even if the broker returns them.
 - The broker's setting `usage_visible` determines what users see of others: nothing, or the sums of each user, either in the viewer's groups
-  or of everyone. They never see the names of other users' notebooks. An unknown setting allows nothing.
+  or of everyone. They never see the names of other users' notebooks. If the setting has an unknown value, they see nothing.
 - Users see advice on their own notebooks, and the budgets of themselves and their groups. Administrators see everything.
 """
 
@@ -71,7 +71,7 @@ class PageQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsagePage:
-    """The contents of a page. `others` has the figures of other users that the user may see, by heading."""
+    """The contents of a page. `others` has the figures of other users that the viewer may see, by heading."""
 
     report: UsageReport
     by: tuple[str, ...]

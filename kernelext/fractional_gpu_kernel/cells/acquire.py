@@ -174,7 +174,7 @@ class Acquirer:
                     waiter.put(refusal)
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
-        """Repeat the call until the broker answers. Return the refusal, or None after a grant or if the ticket was withdrawn."""
+        """Call `acquire` until the broker answers. Return the refusal, or None after a grant or if the ticket was withdrawn."""
         # The line for the wait needs `units`. Import it now, because later the process may have no descriptor left for an import.
         from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import (  # noqa: PLC0415 - as above
@@ -423,7 +423,7 @@ _NOT_INITIALIZED, _NO_DEVICE = 3, 100  # CUDA_ERROR_...
 
 
 class FirstGrant:
-    """Keeps torch from looking for devices before the first grant. Call `bind` under the gate's lock, and `check` in the cells' thread."""
+    """Keeps torch from looking for devices before the first grant. Call `bind` under the gate's lock, and `check` where cells run."""
 
     def __init__(self, hooks: ImportHooks, environment: Mapping[str, str] = os.environ) -> None:
         self._hooks = hooks
@@ -436,7 +436,7 @@ class FirstGrant:
             self._hooks.after("torch", self._hold)
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Let torch reach the driver as soon as the variables name a device. This is fast and may be repeated."""
+        """Let torch reach the driver as soon as the environment variables name a device. This is fast and may be repeated."""
         if self.is_awaited and (environment.get(VISIBLE) or environment.get(SIMULATED)):
             self.is_due = True
             self.release()

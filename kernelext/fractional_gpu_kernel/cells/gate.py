@@ -57,7 +57,7 @@ class Gate:
         return bool(self._exempt) and not self._running
 
     def runs_beside(self, mark: object) -> bool:
-        """Return whether another cell is running, such as an outer cell or a cell in another subshell."""
+        """Return whether a cell other than `mark` is running, such as an outer cell or a cell in another subshell."""
         return any(one is not mark for one in list(self._running))
 
     def enter(self, mark: object) -> bool:
@@ -93,7 +93,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """Mark these cells as waiting for input. Return the cells that were running, in order."""
+        """Mark these cells as waiting for input. Return those of them that were running, in the given order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)
@@ -195,7 +195,7 @@ def needs_gpu(transformed: str) -> bool:
 
 
 def _is_own_magic(node: ast.expr) -> bool:
-    """Return whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help about our magics, or a measurement."""
+    """Return whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help about our magics, or `%%gpu measure`."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr=attr),

@@ -134,7 +134,7 @@ def _x(index: int) -> float:
 
 
 def _area(shares: Sequence[float]) -> str:
-    """Return the SVG path of a stepped area. In periods without memory, no line is drawn on the axis."""
+    """Return the SVG path of a stepped area. For periods in which no memory use was recorded, nothing is drawn."""
     steps, base = "", f"{_FRAME.y(0):.0f}"
     is_open = False
     for index, share in enumerate([*shares, 0]):

@@ -86,7 +86,7 @@ class Resizer:
             self._limits.refresh()
 
     def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
-        """Hold at least the share that `text` requests until `end` gets the same `mark`. Raises RefusedError or KeyboardInterrupt."""
+        """Get at least the share in `text`, until `end` is called with the same `mark`. Raises RefusedError or KeyboardInterrupt."""
         try:
             arguments = parse_burst(text)
             milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
@@ -170,7 +170,7 @@ class Resizer:
 
 
 def _limit_mib(status: LeaseStatus) -> int:
-    """Return how many MiB the kernel may use now: its reservation, which a pool may adapt to its use, or else its cap."""
+    """Return how many MiB the kernel may use now: its current reservation, or its cap if nothing is reserved."""
     return status.lease.reserved_mib or status.spec.reserve_mib
 
 

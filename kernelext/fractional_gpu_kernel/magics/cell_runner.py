@@ -1,4 +1,4 @@
-"""Runs the code of `%%gpu measure` in a separate process. The measurement starts this script for each tenant and step.
+"""Runs the code of `%%gpu measure` in a separate process. A measurement starts several such processes, together or in turn.
 
     python -P cell_runner.py JOB
 

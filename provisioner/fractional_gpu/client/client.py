@@ -266,7 +266,7 @@ class BrokerClient:
         return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_UNLIMITED_S)
 
     def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
-        """Yield a command's state and notices as they change, until its lease ends. Blocks between changes."""
+        """Yield the state and the notices of a `jupyter gpu run` command as they change, until its lease ends. Blocks between changes."""
         return self.stream(routes.FOLLOW, about=lease_id, silence_s=_UNLIMITED_S)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:

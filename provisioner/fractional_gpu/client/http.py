@@ -41,7 +41,7 @@ def claim_address(path: str) -> bytes:
 
 
 def claim_holder(path: str) -> int | None:
-    """Return the pid of this socket's broker if it belongs to this user or root, even if its files were deleted."""
+    """Return the pid of this socket's broker, even if the socket was deleted. Return None for another user's process, except root's."""
     from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this and never look for brokers
 
     pid, uid = holder(claim_address(path))

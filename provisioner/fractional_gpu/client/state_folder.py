@@ -81,7 +81,7 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def own_base(folder: Path) -> Path | None:
-    """Return the folder with all of this user's state that contains `folder`, or None if `folder` was configured."""
+    """Return the folder for the state of all of this user's brokers, which contains `folder`, or None if `folder` was configured."""
     base = folder.parent.parent
     return base if base in (_state_home(), _spare_base()) else None
 

@@ -124,7 +124,7 @@ class LeaseCommand(Generic[Request, Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkCommand:
-    """A command for the named leases, or for all leases to which it `applies`. `interrupted` says what Ctrl-C does."""
+    """A command for the named leases, or for all leases for which `applies` returns True. `interrupted` says what Ctrl-C does."""
 
     description: str
     epilog: str
@@ -363,7 +363,7 @@ def await_empty(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device once it is empty, or after `wait_ms`. Call `freed` with the MiB freed so far and the total."""
+    """Return the device once it is empty, or after `wait_ms`. Call `freed` with the MiB freed so far and the MiB to free."""
     end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))

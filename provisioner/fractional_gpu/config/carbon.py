@@ -37,7 +37,7 @@ class Carbon:
         return bool(self.from_s)
 
     def mg(self, energy_mj: int, hour_s: int) -> int:
-        """Return the milligrams of CO2 for energy drawn in this hour."""
+        """Return the milligrams of CO2 for `energy_mj` millijoules that were drawn in the hour that begins at `hour_s`."""
         index = max(0, bisect_right(self.from_s, hour_s + 3599) - 1) if self.from_s else 0
         return energy_mj * self.mg_per_kwh[index] // MJ_PER_KWH
 

@@ -63,7 +63,7 @@ class OpeningHours:
 
 
 def groups(value: object) -> Mapping[str, GroupTerms] | None:
-    """Return the terms of the groups, or None for 'everybody'."""
+    """Return the terms of each group that may use the pool, or None for 'everybody'."""
     if value == "everybody":
         return None
     allowed = "expected 'everybody', or groups such as {'students': {}, 'staff': {'weight': 200, 'priority': 10}}"
@@ -122,7 +122,7 @@ def price(value: object) -> Price | None:
 
 
 def price_bands(value: object) -> tuple[PriceBand, ...]:
-    """Parse the prices for times of the week."""
+    """Parse the prices that apply at certain times of the week."""
     allowed = "expected prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, starting and ending on a quarter of an hour"
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)

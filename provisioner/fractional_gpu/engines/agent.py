@@ -43,7 +43,7 @@ _WHOLE = 1000  # milli-GPU
 class AgentRules:
     """The intervals of the agent, and the names of the engine's counts.
 
-    `counts` maps each pool to the engine's name for its milli-GPU. `asked` does so for pools whose jobs use another name.
+    `counts` maps each pool to the engine's name for its milli-GPU. `asked` maps a pool to the name that its jobs use, if it differs.
     """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
@@ -182,7 +182,7 @@ class Agent:
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
-        """Return the least count for the pool: its largest share, or 0 if the engine lets a request that exceeds the counts wait."""
+        """Return the least count to write: the pool's largest share, or 0 if the engine lets a request that exceeds the counts wait."""
         if not self._rules.refuses_beyond:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE

@@ -211,7 +211,7 @@ def change_site(
 def _change_gres(
     gres: ConfigFile, ours: Mapping[str, int], where: str, others: str, names_of: Callable[[str], list[str]]
 ) -> None:
-    """Give the nodes `where` the counts `ours` instead of whole GPUs. The nodes `others` keep their GPUs. Raises EngineError."""
+    """Give the nodes in `where` the counts in `ours` instead of whole GPUs. The nodes in `others` keep their GPUs. Raises EngineError."""
     form = "NodeName={} Name={} Count={} Flags=CountOnly"
     wanted = {key: form.format(where, key.replace(":", " Type="), amount) for key, amount in ours.items()}
     names = {key.partition(":")[0] for key in ours}

@@ -74,7 +74,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
 
 
 def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """End the seat of a job that has ended, and remove its files. If the broker cannot be reached, the seat is ended later."""
+    """End the seat of a job that has ended, and remove its files. If the broker does not answer, the node agent ends the seat later."""
     files = SeatFiles(settings.folder)
     try:
         number = job_number(environment.get("SLURM_JOB_ID", ""))

@@ -133,7 +133,7 @@ class Node(Struct):
 def shares_of(spec: PodSpec) -> dict[str, int]:
     """Return the milli-GPU that a pod's spec requests from each pool, as the scheduler counts them. Raises ValueError.
 
-    It counts the most that runs at once: containers with sidecars (init containers that keep running), or one earlier init container.
+    The result is the most that can run at once: all containers and sidecars (init containers that keep running), or an init container.
     """
     together, before = Counter[str](), Counter[str]()
     for container in spec.init_containers or ():

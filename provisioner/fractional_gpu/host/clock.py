@@ -17,7 +17,7 @@ def since_boot_us() -> int:
 
 
 class WallClock:
-    """Converts wall-clock time stamps of other programs to the time since boot. Both functions return nanoseconds."""
+    """Converts wall-clock time stamps of other programs to the time since boot. `wall_ns` and `steady_ns` read the two clocks."""
 
     def __init__(self, wall_ns: Callable[[], int] = time.time_ns, steady_ns: Callable[[], int] = since_boot_ns) -> None:
         self._wall_ns = wall_ns

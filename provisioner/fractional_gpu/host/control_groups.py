@@ -16,7 +16,7 @@ ROOT = PurePosixPath("/")
 
 
 class Mount(NamedTuple):
-    """A mounted part of a hierarchy. `root` is its path on the host. `own` is this process's group, if a namespace hides its path."""
+    """A mounted part of a hierarchy. `root` is the path of its top group on the host. `own` is this process's group if paths are hidden."""
 
     version: int
     controllers: frozenset[str]  # only for version 1
@@ -25,7 +25,7 @@ class Mount(NamedTuple):
     own: PurePosixPath | None = None
 
     def folder(self, group: PurePosixPath) -> Path | None:
-        """Return the folder of a group, which need not exist. Return None if this part of the hierarchy does not show the group."""
+        """Return the folder of a group, which need not exist. Return None if the group is outside this part of the hierarchy."""
         shown = ".." not in group.parts and group.is_relative_to(self.root)
         return self.point / group.relative_to(self.root) if shown else None
 

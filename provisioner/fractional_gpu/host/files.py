@@ -168,7 +168,7 @@ def enabled() -> bool:
 
 
 def reach(name: str) -> bool:
-    """Kill this process, hang, or return True (this step should fail), as the test's file says about this failpoint. Raises OSError."""
+    """Kill this process, hang, or return True to make the caller fail, if the test's file says so for this failpoint. Raises OSError."""
     if _file is None:
         return False
     record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

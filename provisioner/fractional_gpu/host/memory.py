@@ -146,7 +146,7 @@ def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
 
 
 def group_used_mib(group: str, *, proc: Path = PROC) -> int:
-    """Return how much memory the group uses, without reclaimable caches, or 0 if this is not counted. Raises OSError."""
+    """Return how much memory the group uses, without reclaimable caches, or 0 if Linux does not count it. Raises OSError."""
     used = [_used(mount.version, folder) or 0 for mount, folder in _folders_of(group, proc)]
     return max(used, default=0) // _MIB
 
@@ -277,7 +277,7 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the process's `oom_score_adj` to at least this value, and its minimum if permitted. Raises ProcessLookupError or OSError."""
+    """Raise the process's `oom_score_adj`, and its minimum if permitted, to at least this value. Raises ProcessLookupError or OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 

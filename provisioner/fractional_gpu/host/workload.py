@@ -1,4 +1,4 @@
-"""The Slurm job or Kubernetes pod of a process, which its control group shows, and the memory limit of that group.
+"""Finds the Slurm job or Kubernetes pod of a process by the process's control group, and the memory limit of that group.
 
 Only root and the engine's daemons move processes into these groups, and a process cannot leave its group, so the group is proof. Paths must
 start at the root of the hierarchy, because the same name further down, in a group that is delegated to a user, proves nothing. We recognise
@@ -117,7 +117,7 @@ def _of_path(path: str) -> Workload | None:
 
 
 def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
-    """Return the path of the workload's control group, or "" if no mounted hierarchy shows it. Raises OSError."""
+    """Return the path of the workload's control group, or "" if it is in no hierarchy that is mounted as a whole. Raises OSError."""
     forms = [place.format(id=workload_id, id_=workload_id.replace("-", "_")) for place in _PLACES.get(engine, ())]
     for mount in mounts(proc=proc):
         if mount.root != ROOT:
@@ -132,7 +132,7 @@ def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
 
 
 def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
-    """Return whether this group exists in a hierarchy, or None if no mounted hierarchy could show it. Raises OSError."""
+    """Return whether this group exists in a hierarchy, or None if it is outside the mounted parts of all hierarchies. Raises OSError."""
     folders = [mount.folder(PurePosixPath(group)) for mount in mounts(proc=proc)]
     shown = [folder.is_dir() for folder in folders if folder is not None]
     return any(shown) if shown else None

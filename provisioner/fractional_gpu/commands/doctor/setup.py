@@ -182,7 +182,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Check how often outcomes were within the bounds of forecasts. Kinds with fewer than `_LEAST_FORECASTS` outcomes are skipped."""
+    """Check how often outcomes were within the bounds of forecasts. Skip kinds of forecasts with fewer than `_LEAST_FORECASTS` outcomes."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille

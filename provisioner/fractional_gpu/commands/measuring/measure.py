@@ -1,8 +1,8 @@
 """`jupyter gpu measure` measures, with confidence intervals, which share of a GPU a program needs next to others.
 
-A trial run shows whether the program reports units of work, or whether each of its runs is one unit. Then rounds of steps follow (`study`).
-Each step takes a few seconds and runs fresh processes under leases (`tenants`). The measurement ends when every interval is narrow enough
-or the time is up.
+A trial run shows whether the program reports units of work, or whether each of its runs is one unit. Then the measurement runs rounds of
+steps (`study`). A step starts one or more copies of the program, each under a separate lease (`tenants`), and measures them for a few
+seconds. The measurement ends when every interval is narrow enough or the time is up.
 """
 
 import argparse
@@ -209,9 +209,9 @@ def _plain(value: object) -> object:
 
 
 def picture(findings: Sequence[Finding]) -> str:
-    """Draw throughput, latency and cost by number of tenants as SVG.
+    """Draw throughput, latency and cost as SVG, by the number of tenants, which are the programs that share the device.
 
-    If several shares have the same number of tenants, draw the largest share. Raises ValueError if the baseline was not measured.
+    If several shares have the same number of tenants, draw the largest share. Raises ValueError if the program was not measured alone.
     """
     alone = findings[0]
     if math.isnan(alone.unit_s):

@@ -25,12 +25,12 @@ from fractional_gpu_kernel.measure import MOST_UNITS
 
 
 class TickError(ValueError):
-    """A program did not follow the reporting protocol."""
+    """A program broke the rules for reporting units of work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Units of work that were reported at a time on CLOCK_MONOTONIC."""
+    """A report that units of work were done, with its time on CLOCK_MONOTONIC."""
 
     at_ns: int
     units: int
@@ -134,7 +134,7 @@ class Finding:
     cost: float | None = None  # cost per unit, relative to its cost alone
 
     def suffices(self, most_slower: float) -> bool | None:
-        """Return whether a unit takes at most `most_slower` times as long as alone, or None if this is unknown."""
+        """Return whether a unit of work takes at most `most_slower` times as long as in the baseline, or None if this is unknown."""
         if self.slower is None:
             return None
         if self.slower.high <= most_slower:

@@ -172,8 +172,8 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        On the first look, the broker measures the devices again only for the first tenant of a step. When a later tenant starts, the
-        earlier ones only wait, and the broker knows their leases.
+        The first tenant of a step has no `device_id` yet, and the broker measures the devices anew for it. When a later tenant starts, the
+        first status may be older, because the earlier tenants still wait and the broker knows their leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id

@@ -55,7 +55,7 @@ def ending() -> Iterator[Callable[[float], bool]]:
     """Yield a sleep function that returns True early on SIGTERM or SIGINT. Use it only in the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        """Do nothing, because it is enough that the system writes to the pipe."""
+        """Do nothing, because Python itself writes each signal to the pipe of `signal_pipe`."""
 
     with signal_pipe() as wakes, handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), note)):
         yield lambda seconds: bool(select.select([wakes], [], [], seconds)[0])

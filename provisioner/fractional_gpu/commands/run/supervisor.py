@@ -351,8 +351,8 @@ class Supervisor:
     def wake(self, *, ending: bool = False) -> None:
         """Resume a suspended command so that it can handle a signal. Returns at once, and any thread may call it.
 
-        `ending` means that the signal asks the command to end. A command with ports then stays resident while it cleans up, because no new
-        connection would resume it.
+        `ending` means that the signal asks the command to end. If connections to ports resume the command, it then stays resident while it
+        cleans up, because no new connection would resume it.
         """
         if ending and self._ports is not None:
             self._is_ending = True

@@ -28,12 +28,12 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 class Progress(AbstractContextManager["Progress"]):
     """Shows what a command does and how far it has got, from its third second until the `with` block ends.
 
-    A terminal gets a bar, which is erased at the end. Elsewhere, calls of the counter write lines such as `WHAT: 3 of 8 THINGS after 5 s`,
-    at most one every two seconds and without a thread.
+    A terminal gets a bar, which is erased at the end. Any other output gets lines such as `WHAT: 3 of 8 THINGS after 5 s` when the counter
+    is called, at most one every two seconds and without a thread.
 
-    With `blocks`, a call blocks the command, so it cannot count, and a thread draws the bar. If the output is not a terminal, this thread
-    writes each new text of `what` once, unless `silent`. `within_s` is the longest time that the command may take, and the bar shows it
-    instead of a count.
+    Set `blocks` if one call blocks the command, which then cannot count: a thread draws the bar. If the output is not a terminal, this
+    thread writes each new text of `what` once, unless `silent`. `within_s` is the longest time that the command may take, and the bar shows
+    it instead of a count.
     """
 
     def __init__(

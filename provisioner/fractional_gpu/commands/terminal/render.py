@@ -67,7 +67,7 @@ _LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
-    """Draw the device's memory in a row of `cells` characters. Memory of each kind gets at least one character while there are any left."""
+    """Draw the device's memory in a row of `cells` characters. While characters are left, each kind of memory gets at least one."""
     used_by_leases = max(0, device.used_mib - device.stranger_mib)
     parts = (
         (_OTHERS, device.stranger_mib),
