@@ -70,7 +70,7 @@ class Changes:
     # -- states ------------------------------------------------------------------------------------------------------------------
 
     def change_state(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the lease's state for this cause. Raise IllegalTransitionError if the table does not allow the change."""
+        """Change the lease's state for this cause. Raise IllegalTransitionError if `transitions.TABLE` does not allow it."""
         old = lease.state
         new = next_state(old, cause)
         lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
@@ -174,7 +174,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Put a lease in quarantine, where it keeps everything that it may hold, and ask for its real state."""
+        """Put a lease in quarantine, where it keeps all memory that it may hold, and ask the driver for the lease's real state."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
@@ -211,20 +211,20 @@ class Changes:
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
-        """Return a new ticket that has the last place of its priority, or the first place if `first` is set."""
+        """Return a new ticket. It comes after all tickets of the same priority or, if `first` is set, before them."""
         order = self._next_order - _AHEAD_OF_ALL if first else self._next_order
         ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
         return ticket
 
     def close_gate(self, lease: Lease) -> None:
-        """Close the lease's gate, so that its next cell asks before it runs."""
+        """Close the lease's gate, so that its kernel asks the arbiter before it runs the next cell."""
         if not lease.gate.closed:
             self.books.set_gate(lease, closed=True)
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
-        """Queue the next cell of a lease whose gate is closed. No cell of the lease runs until this cell is let in."""
+        """Queue the next cell of a lease whose gate is closed. No cell of the lease runs until the arbiter lets this cell run."""
         self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
@@ -251,7 +251,7 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether a suspend or resume may begin now. Channels that are kept free for suspends before a deadline do not count."""
+        """Whether a swap channel is free for a suspend or resume. Channels kept free for suspends before a deadline do not count."""
         return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
@@ -286,7 +286,7 @@ class Changes:
         self.emit_granted(lease)
 
     def become_resident(self, lease: Lease) -> None:
-        """Reset the record of a lease that becomes resident. Its idle time starts now, so that it gets a chance to run."""
+        """Reset the record of a lease that becomes resident. Its idle time starts now, so that its kernel has time to run a cell."""
         lease.last_active_ms, lease.is_measured = self.now_ms, False
         lease.has_run = lease.busy or lease.came_early
         lease.home_ids, lease.rhythm_ms = (), None
@@ -317,7 +317,7 @@ class Changes:
         )
 
     def ask_to_shrink(self, lease: Lease) -> bool:
-        """Ask an idle lease to free its caches, once per idle period. Return whether the answer is still pending."""
+        """Ask the kernel of an idle lease to free its caches, at most once until its next cell. Return whether its answer is pending."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
             lease.shrink.is_requested = True
@@ -357,14 +357,14 @@ class Changes:
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:
-        """Start an operation for the lease on a free swap channel. It carries the generation of the lease's last state change."""
+        """Record a suspend or resume of the lease on a free swap channel. It carries the generation of the lease's last state change."""
         operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
         self._next_operation += 1
         self.operations[operation.operation_id] = lease.operation = operation
         return operation
 
     def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
-        """Free the swap channel of an operation. Return its lease and duration in ms, or None if the report is stale or unknown."""
+        """Free the channel of a suspend or resume that ended. Return its lease and duration in ms, or None if the report is out of date."""
         operation = self.operations.get(reported.operation_id)
         known = operation == reported
         if known:

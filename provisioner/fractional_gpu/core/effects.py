@@ -74,9 +74,9 @@ class Suspend(DeviceEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGate(LeaseEffect):
-    """The resident lease must make room after its cell. Let the running cell continue, and make the next one ask before it runs.
+    """The resident lease must make room once its running cell has ended. Let this cell continue, and hold back the next one.
 
-    A cell asks with `Wanted`. In a kernel without our extension, the start of a cell counts as asking. `Granted` opens the gate again.
+    Send `Wanted` when the kernel asks to run that cell. A kernel without our extension asks by starting it. `Granted` opens the gate again.
     """
 
 
@@ -130,7 +130,7 @@ class SuspendAnnounced(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNotice(LeaseEffect):
-    """Tell the lease's user in the notebook at once that the lease's device will become unavailable, or stays after all.
+    """Tell the lease's user in the notebook at once that the lease's device will become unavailable, or that it stays after all.
 
     The arbiter also records this in the lease's story.
     """

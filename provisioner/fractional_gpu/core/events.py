@@ -167,7 +167,7 @@ class SeatRenewed(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityChanged(LeaseEvent):
-    """The lease's priority changes, because its budget is used up or available again. Its ticket keeps its age."""
+    """The lease's priority changes, because a budget of its owner or group is used up or available again. Its ticket keeps its age."""
 
     priority: int | None  # None restores the lease's own priority
     sentence: str  # explains the change in the lease's story
@@ -256,7 +256,7 @@ class Checkpointable(LeaseEvent):
 class HostPressureSeen(LeaseEvent):
     """The control group that holds the lease's saved state has run short of host memory, or has enough again if `pressed` is false.
 
-    While it is short, the arbiter resumes the lease early if it can.
+    While the group is short of memory, the arbiter resumes the lease early if it can.
     """
 
     pressed: bool
@@ -328,7 +328,7 @@ class HostMemoryNeeded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFinished(LeaseEvent):
-    """The answer to `Suspend`. If it is not about the suspend in progress, by operation id and generation, it is recorded and ignored."""
+    """The answer to `Suspend`. If its operation id or generation is not that of the suspend in progress, it is only recorded."""
 
     operation_id: int
     generation: int

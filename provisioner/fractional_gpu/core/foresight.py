@@ -63,7 +63,7 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether a sign of a coming cell counts now. It does not if a cell runs or waits, or if only a cell may resume it."""
+        """Return whether signs of a coming cell count. They do not while a cell runs or waits, or if only a cell may resume the lease."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False

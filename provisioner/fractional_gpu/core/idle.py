@@ -85,13 +85,13 @@ def suspend_idle(changes: "Changes") -> bool:
 
 
 def _neighbours_leave_for(lease: Lease) -> bool:
-    """Return whether neighbours are being suspended to let the lease grow. If it were suspended, too, their suspends would be wasted."""
+    """Return whether neighbours are being suspended to let the lease grow. If the lease left, too, their suspends would be wasted."""
     wait = lease.ticket.wait if lease.ticket is not None else None
     return lease.is_growing and wait is not None and wait.code == "wait.making-room"
 
 
 def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
-    """Schedule a check for `due_ms`, when the idle lease is to be suspended. If its pool gives a warning, warn its kernel once before."""
+    """Schedule a check for `due_ms`, when the idle lease is to be suspended. If its pool gives warnings, warn the kernel once."""
     books, now_ms = changes.books, changes.now_ms
     warn_ms = books.policy(lease).warn_before_ms
     is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms

@@ -83,7 +83,7 @@ class StartReservations:
         return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Return whether another owner's ticket finds no room only because of leases without a process."""
+        """Return whether only leases without a process keep another owner's ticket from finding room."""
         starting: dict[str, int] = {}
         for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
@@ -198,7 +198,7 @@ class Lifecycle:
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """Keep the lease's room for processes that outlived its kernel. The lease counts as busy. If it is suspended, it gets a ticket."""
+        """Keep the lease's room for processes that outlived its kernel. The lease counts as busy. A suspended lease gets a ticket."""
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return

@@ -240,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return "user" or "group", the account, the excess and the limit, for each limit that `milli` more on devices would exceed."""
+    """Return "user" or "group", the account, the excess and the limit, for each limit that is exceeded if the lease gets `milli`."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)

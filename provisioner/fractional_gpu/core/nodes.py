@@ -49,7 +49,7 @@ def rounded_wait_ms(wait_ms: int) -> int:
 
 
 def rounded_memory_mib(mib: int) -> int:
-    """Round the size down to a sixteenth of its largest power of two, to hide small changes."""
+    """Round the size down to five significant binary digits, to hide small changes."""
     if mib < 16:
         return max(0, mib)
     step = 1 << (mib.bit_length() - 5)

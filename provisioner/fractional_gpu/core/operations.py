@@ -7,7 +7,7 @@ this state with a `LeaseRecovered` event (`recovered`). The lease has no process
 suspended, or is in an unknown state. It then keeps the memory that it really holds, even if that exceeds what is free. A lease in an
 unknown state is quarantined.
 
-**Quarantined leases** keep everything that they may hold. The broker checks again until it knows their real state (`truth_found`).
+**Quarantined leases** keep all memory that they may hold. The broker checks again until it knows their real state (`truth_found`).
 """
 
 from fractional_gpu.core.changes import Changes
@@ -217,7 +217,7 @@ class OperationResults:
         self._resizer.claim_missing(lease)
 
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the state of a lease that has left its devices. Apply the size that it claimed, and queue it again if it was preempted."""
+        """Change the state of a lease that has left its devices. Apply the size that it claimed, and file a ticket if it was preempted."""
         changes, ticket = self._changes, lease.ticket
         lease.retries.forget_suspends()
         claim = ticket.resize_to if ticket is not None else None

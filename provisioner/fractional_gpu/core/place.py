@@ -118,7 +118,7 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
 
 def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return those of the places that are on the least full devices, in the given order. `places` must not be empty."""
+    """Return the places whose devices are the least full, in the given order. `places` must not be empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
     return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]

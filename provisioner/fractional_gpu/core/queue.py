@@ -184,7 +184,7 @@ class QueuePass:
     def _mark_due_by_wait(self) -> None:
         """Mark tickets as due that have waited longer than their shares explain, in pools that share by virtual time.
 
-        Room is also kept for them. Otherwise neighbours might leave and come back one by one, and never be gone at the same time.
+        Room is also kept for these tickets. Otherwise neighbours might leave and come back one by one, and never be gone at the same time.
         """
         books = self._books
         for lease in self._line:
@@ -470,7 +470,7 @@ class QueuePass:
                 self._opens.append(lease)
 
     def _has_waited_enough(self, lease: Lease) -> bool:
-        """Return whether the lease's held-back cell has waited long enough for other leases to leave. If not, schedule a pass for then."""
+        """Return whether the lease's held-back cell has waited long enough for other leases to leave. If not, schedule a later pass."""
         if lease.gate.ticket is None:
             return False
         return self._books.is_time(gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms))
@@ -490,7 +490,7 @@ class QueuePass:
     # -- afterwards ------------------------------------------------------------------------------------------------------
 
     def _set_wait(self, lease: Lease, ticket: Ticket, wait: Reason) -> None:
-        """Set why a ticket waits, and record it in the lease's story if it is new."""
+        """Set why a ticket waits, and record the reason in the lease's story if it is new."""
         ticket.wait = wait
         self._changes.record_wait_reason(lease, wait)
 

@@ -118,7 +118,7 @@ class _QueueSimulation:
         return taken if room_mib >= need_mib else None
 
     def _saved_ms(self, returns: Sequence[_FreedMemory]) -> int:
-        """Return when the last of these leases will be saved, in ms from now. Suspends and resumes in progress delay this."""
+        """Return when the last of these leases will be saved, in ms from now. Suspends and resumes in progress delay their suspends."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
@@ -171,7 +171,7 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the wait of the lease's ticket can be forecast. This is impossible in quarantine or before the kernel has started."""
+    """Return whether the wait of the lease's ticket can be forecast. No wait can be forecast in quarantine or before the kernel starts."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False

@@ -133,7 +133,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Return whether the size is still within the limits. If other leases have used them up, the request is declined."""
+        """Return whether the limits still allow this size. If they do not, decline the request."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True

@@ -313,7 +313,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that cover the shortage and fit in host memory, but only as many as needed, or () if they are too few."""
+    """Return the first leases that free enough memory and fit in host memory, and no more than needed, or () if they are too few."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:

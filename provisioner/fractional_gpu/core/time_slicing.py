@@ -15,7 +15,7 @@ _PARTS = 10**9  # unit of sums of uses, parts of a device
 
 
 def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI) -> int:
-    """Return the model's k in thousandths. It is 1000 if the demands fit, else the smallest for which the total use is within capacity.
+    """Return how many times as long work on a shared device takes (k), in thousandths. It is 1000 if all demands fit on the device.
 
     `wants_milli` has each kernel's use when it runs alone, in thousandths of a device, at most 1000. `capacity_milli` is the total use that
     is possible. It is more than 1000 if one kernel alone cannot fill the device (MPS).
@@ -40,7 +40,7 @@ def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI)
 
 
 def slowed_milli(want_milli: int, k_milli: int) -> int:
-    """Return how long a cell with this demand takes at this k, in thousandths of the time that it takes alone, rounded up."""
+    """Return a cell's time, in thousandths (rounded up) of its time alone, if its work on the device takes k times as long."""
     return WHOLE_MILLI - want_milli + -(-want_milli * k_milli // WHOLE_MILLI)
 
 

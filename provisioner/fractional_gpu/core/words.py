@@ -261,7 +261,7 @@ def display_name(lease: Lease) -> str:
 
 
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
-    """Return how much neighbours slow down the lease's cell, and who they are.
+    """Describe how much neighbours slow down the lease's cell, and say who they are.
 
     For a waiting lease, return how much neighbours would slow it down on the device where busy leases leave the most room, without the
     leases that must leave. The estimate is based on the learnt demand of busy leases (`place`), and is corrected by how long cells took
@@ -299,7 +299,7 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
 def _described(
     books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], runs: str = "runs"
 ) -> Slowdown:
-    """Return how much the neighbours on these devices slow down a cell with this demand."""
+    """Describe how much the neighbours on these devices slow down a cell with this demand."""
     device, others = where
     if not others:
         return Slowdown()

@@ -239,7 +239,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """End the lease and erase its secrets, or only count it if it never had a process. Unknown and ended leases are ignored."""
+        """End the lease and erase its secrets. Delete and only count a lease that never had a process. Ignore unknown and ended leases."""
         with self.transaction():
             rows = self._read(
                 "SELECT lease_id AS id, document FROM leases WHERE lease_id = ? AND ended_ms IS NULL", (lease_id,)
@@ -472,9 +472,9 @@ class Ledger:
             return cursor.execute(statement, values).fetchall()
 
     def _read_aside(self, statement: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Row]:
-        """Yield rows without the mutex.
+        """Yield rows on a separate connection, without the mutex.
 
-        If the file was moved or deleted, use the mutex, because only the open connection still has the file.
+        If the file was moved or deleted, use the writer's connection and the mutex, because only that connection can still read the file.
         """
         with self._mutex:  # wait until the file has been put back
             self._require()

@@ -39,7 +39,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
 
 @contextlib.contextmanager
 def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[None]:
-    """Convert OSError and SQLite's errors to LedgerError. Its message has the sentence `wrong`, and then the reason."""
+    """Convert OSError and SQLite's errors to LedgerError. The error's message is the sentence `wrong`, followed by the reason."""
     try:
         yield
     except OSError as error:
@@ -174,7 +174,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Check that neither the ledger nor its logs have a second name, since a write would also change that file. Raises LedgerError."""
+    """Check that neither the ledger nor its logs have another hard link, since writes would change that file, too. Raises LedgerError."""
     for one in (path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm", "-journal")):
         names = os.lstat(one).st_nlink if os.path.lexists(one) else 0
         if names > 1:

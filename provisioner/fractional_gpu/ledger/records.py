@@ -87,7 +87,7 @@ class SeatRecord(Seat, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """A user's use of a pool on one day, by all kernels together.
+    """How much one user used a pool on one day, summed over all kernels.
 
     Days are counted from 1970 in UTC. Times are in milliseconds.
     """

@@ -156,7 +156,7 @@ class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """Mean use of a lease's device by others over a period, in milli-GPU. None if the device does not report use per process."""
+    """How much others used a lease's device in a period, on average and in milli-GPU, or None if the device cannot tell."""
 
     used_milli: int | None
 
@@ -191,7 +191,7 @@ class LeaseNews(Struct, frozen=True, kw_only=True):
 
 
 class ProgressKind(StrEnum):
-    """The kind of a line in a stream that waits for the GPU or a seat."""
+    """The kind of a line in a stream that reports a wait for the GPU or a seat."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -199,7 +199,7 @@ class ProgressKind(StrEnum):
 
 
 class WaitLine(Struct, frozen=True, kw_only=True):
-    """The fields that all lines of a waiting stream have. `kind` is a ProgressKind."""
+    """The fields of each line in a stream that reports a wait for the GPU or a seat. `kind` is a ProgressKind."""
 
     kind: str
     reason: str = ""

@@ -75,7 +75,7 @@ class FreshQuery(Struct, frozen=True, kw_only=True):
 
 
 class OthersQuery(Struct, frozen=True, kw_only=True):
-    """The period to look back, and the leases to leave out as a comma-separated list."""
+    """How far to look back, and which leases to leave out (a comma-separated list)."""
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
     without: str = ""

@@ -87,7 +87,7 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
 
 
 class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
-    """A line of a stream that waits for a seat. The last line is `granted`, with the seat and its token, or `refused`."""
+    """A line of a stream that reports the wait for a seat. The last line is `granted`, with the seat and its token, or `refused`."""
 
     seat_id: str = ""
     token: str = ""

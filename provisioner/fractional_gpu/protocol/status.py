@@ -175,7 +175,7 @@ class Stranger(Struct, frozen=True, kw_only=True):
 
 
 def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
-    """Say how much memory each process holds, or return "" if this is unknown.
+    """Say how much device memory each of these processes holds, or return "" if this is unknown.
 
     For example: `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`.
     """

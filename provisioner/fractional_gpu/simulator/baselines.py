@@ -1,7 +1,7 @@
 """Simulates, on the same trace, what users do without this project (docs/simulator.md describes these baselines).
 
-If a session waits for a host, or a culled kernel for GPUs, the rest is delayed. Hosts are chosen by best fit. Whole GPUs come from the host
-with the fewest free GPUs among those that have enough, and a fraction from the device with the least room that is enough.
+A wait of a session for a host, or of a culled kernel for GPUs, delays the rest of the session. Hosts are chosen by best fit. Whole GPUs
+come from the host with the fewest free GPUs that are enough, and a fraction from the device with the least room that is enough.
 """
 
 from collections import deque

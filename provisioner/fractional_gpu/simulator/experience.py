@@ -129,7 +129,7 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a cell that still waits against the wait limit with the index `limit`, once its wait exceeds this limit."""
+        """Count a cell that is still waiting, and whose wait has just exceeded the wait limit with the index `limit`."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence

@@ -24,7 +24,7 @@ def hosts_of(machine: Machine) -> tuple[Host, ...]:
 
 
 class Moments:
-    """Virtual time, as one heap of moments for all hosts. Moments at the same time run in the order in which they were planned."""
+    """The virtual time of all hosts, and a heap of planned moments. Moments at the same time run in the order of planning."""
 
     def __init__(self) -> None:
         self.now_ms = 0

@@ -428,7 +428,7 @@ class HostRun:
             self._save(kernel, effect)
 
     def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
-        """Ask for more host memory if the suspend would save more than is reserved. If it is not granted, leave the kernel as it is.
+        """Ask the arbiter for more host memory if a suspend needs more than is reserved. If the host has none left, keep the kernel.
 
         The broker does the same.
         """

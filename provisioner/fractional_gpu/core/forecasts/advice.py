@@ -87,7 +87,7 @@ class FollowUp:
 class Advice:
     """A suggestion with its figures.
 
-    `risk` is that of the suggested share, or of the present share if none is suggested. `smaller` is that of the next smaller share.
+    `risk` is about the suggested share, or about the present share if none is suggested. `smaller` is about the next smaller share.
     """
 
     verdict: Verdict
@@ -175,7 +175,7 @@ def _choose(
 
 
 def is_short(share: Share, day: ShareDay) -> bool:
-    """Return whether the share is known to have been too small on that day."""
+    """Return whether the record of the day shows that the share was, or would have been, too small."""
     return day.peak_mib > share.memory_mib or (day.is_full and share.memory_mib <= day.share.memory_mib)
 
 
@@ -254,7 +254,7 @@ def _growth_milli(peaks: Mapping[int, Peak]) -> int:
 
 
 def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp | None:
-    """Return how the suggested share has performed since, or None if it was not used."""
+    """Return how a suggested share has performed since it was suggested, or None if it was not used."""
     since = [one for one in days if given is not None and one.day >= given.day and one.share.milli == given.milli]
     if given is None or not since:
         return None

@@ -304,7 +304,7 @@ class Forecasts:
     # -- bounds and errors ---------------------------------------------------------------------------------------------
 
     def _stated(self, kind: str, name: str, span: Span) -> Span:
-        """Return the estimate with the bounds that its `Band` corrects."""
+        """Return the estimate with bounds that are corrected by the `Band` of this kind and name, if there is one."""
         band = self.bands.get(f"{kind} {name}")
         return span if band is None else band.spread(span)
 
@@ -435,7 +435,7 @@ class Forecasts:
         return WaitSpan(**asdict(span), kind=kind, basis_ms=basis_ms)
 
     def wait_ended(self, expected: WaitSpan, waited_ms: int, *, given_up: bool = False) -> None:
-        """Learn from a wait. An abandoned wait counts only if it exceeded its forecast, because its full length is unknown."""
+        """Learn from a wait. An abandoned wait counts only if it exceeded its upper bound, because its full length is unknown."""
         name = _wait_class(expected.kind, expected.basis_ms)
         span = self._corrected(name, _FIRST_WAITS, expected.basis_ms)
         if not given_up:
@@ -449,7 +449,7 @@ class Forecasts:
     # -- slowdowns -----------------------------------------------------------------------------------------------------
 
     def slowdown_span(self, device_name: str, others: int, model_milli: int) -> Span:
-        """Return the slowdown by this number of busy neighbours, in thousandths."""
+        """Forecast how much this number of busy neighbours slows down a cell, in thousandths."""
         corrected = self._corrected(_neighbour_class(device_name, others), _FIRST_SLOWDOWNS, model_milli)
         span = self._stated(SLOWDOWN, device_name, corrected)
         return _span(max(_WHOLE, span.expected_ms), max(_WHOLE, span.low_ms), max(_WHOLE, span.high_ms))
@@ -480,7 +480,7 @@ class Forecasts:
         return self._stated(SEAT, pool, worked_out)
 
     def seat_given(self, pool: str, worked_out: Span, stated: Span, waited_ms: int) -> None:
-        """Learn from a wait for a seat. Both forecasts were made when it started."""
+        """Learn from a wait for a seat. Both given forecasts were made when the wait started."""
         self._record_outcome(SEAT, pool, worked_out, waited_ms, stated=stated)
 
     # -- demands, signs, memory held, sizes ----------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Subject(NamedTuple):
     account: str = ""  # for users, one of `ACCOUNTS`; empty for a group or, in an extension, for both users
 
     def includes(self, other: "Subject") -> bool:
-        """Return whether `other` is this subject, or one of the two users whom a subject without an account stands for."""
+        """Return whether `other` is this subject. One without an account includes the hub user and the system user of its name."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 
@@ -81,7 +81,7 @@ class Budget:
         return Subject(self.kind, name, ACCOUNTS[party.seated] if self.kind == "user" else "")
 
     def spent(self, usage: Usage, currency: str) -> int:
-        """Return the part of the usage that this budget counts, in the measure of its unit."""
+        """Return how much of this budget the usage takes up, in the measure of the budget's unit."""
         match self.unit:
             case Unit.SHARE:
                 return usage.charged_share

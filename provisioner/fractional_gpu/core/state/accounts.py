@@ -2,9 +2,9 @@
 
 An owner's virtual time in a pool grows by milli-GPU times milliseconds, divided by the owner's weight. It grows while the owner's leases
 are busy or pinned on a device, or hold a reservation for a process that has not started. Each lease also has a virtual time, which is
-compared with those of the owner's other leases. The least virtual time is served first. After a pause of more than `_PAUSE_MS`, an owner
-starts at the least virtual time of the contending owners, so that no owner can save up a share (start-time fair queueing, Goyal, Vin and
-Cheng 1996). An idle lease on a device is charged nothing, because it makes room for any other lease.
+compared with those of the owner's other leases. First the owner and then the lease with the least virtual time is chosen. After a pause of
+more than `_PAUSE_MS`, an owner starts at the least virtual time of the contending owners, so that no owner can save up a share (start-time
+fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device is charged nothing, because it makes room for any other lease.
 
 An account without leases is dropped once it equals an empty account. At most `_MOST_FORMER` such accounts are kept.
 """
@@ -115,7 +115,7 @@ class Accounts:
             self._stop_contending(lease, account, now_ms)
 
     def fall_behind(self, lease: Lease) -> None:
-        """Put the lease's owner behind all contending owners of the pool, because it had its turn and no process started."""
+        """Put the lease's owner behind all contending owners of the pool, because the lease had its turn, but its process did not start."""
         if not self._shares_by_time(lease):
             return
         account = self.of(lease)
@@ -164,5 +164,5 @@ def _was_absent(since_ms: int | None, now_ms: int) -> bool:
 
 
 def _usage(virtual_ms: int, weight: int) -> int:
-    """Return the smallest usage that has this virtual time."""
+    """Return the smallest usage that gives an account or lease of this weight this virtual time."""
     return -(-virtual_ms * max(1, weight) // UNIT)

@@ -138,7 +138,7 @@ class Books:
                 self.note_unreserved(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
-        """Update how much of the memory that is used without a reservation belongs to this lease, which has none."""
+        """Update how much of the memory that is used without a reservation belongs to this lease, which has no reservation."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
 

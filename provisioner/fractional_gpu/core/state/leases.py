@@ -345,7 +345,7 @@ class Lease:
 
     @property
     def ask_mib(self) -> int:
-        """The memory that the lease's ticket needs on each device, in MiB. If the lease grows in place, that is only the growth."""
+        """The memory that the lease's ticket needs on each device, in MiB. If the lease grows in place, it needs only the growth."""
         return self.ticket.extra_mib if self.ticket is not None and self.is_growing else self.need_mib
 
     @property
