@@ -171,7 +171,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for saving leases. It has the leases of each channel in order, their latest starts, and the leases that cannot be saved."""
+    """A plan for saving leases. It has, for each swap channel, the leases in order with their latest starts, and the leases to be lost."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)

@@ -571,7 +571,7 @@ class Capacity:
     # -- filling kept room -----------------------------------------------------------------------------------------------
 
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
-        """Return whether the lease would fit if every other lease that can ever leave the device left it."""
+        """Return whether the lease would fit on the device if all other leases that can ever leave it had left."""
         books, device = self._books, self._books.devices[device_id]
 
         def stays(other: Lease) -> bool:

@@ -183,7 +183,7 @@ class ResumeRequest(Struct, frozen=True, kw_only=True):
 
 
 class LeaseNews(Struct, frozen=True, kw_only=True):
-    """A line of a command's stream: the state of its lease, a notice, or whether the command has used the GPU since its last resume."""
+    """A line of the stream about a command's lease: the state, a notice, or whether the command used the GPU since the last resume."""
 
     state: str = ""
     worked: bool = False
@@ -289,7 +289,7 @@ SLURM, KUBERNETES = "slurm", "kubernetes"
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """The job or pod that a seat belongs to. Only its processes draw on the seat, and the seat ends with it."""
+    """The job or pod that a seat belongs to. Only processes of this job or pod use the seat, and the seat ends with it."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # a Slurm job's number, or a pod's UID

@@ -1,8 +1,8 @@
 """Simulates a trace of notebook sessions in virtual time. Each host has the arbiter that the broker uses in real time.
 
-One heap holds the moments of all hosts, ordered by time and then by the order of planning. What follows from an arbiter's effects is
-planned as later moments. Nothing depends on a clock or on hash order. A session gets its host when it opens (`hosts`) and stays there, and
-`one_host` runs it.
+One heap holds the moments of all hosts, ordered by time and then by the order of planning. The consequences of an arbiter's effects are
+later moments. Nothing depends on a clock or on hash order. A session gets its host when it opens (`hosts`) and stays there, and `one_host`
+runs it.
 """
 
 from collections.abc import Callable, Sequence

@@ -141,7 +141,7 @@ def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> i
 
 
 class Rhythm(NamedTuple):
-    """The window in which a lease's next cell is likely, and the probability of that cell in thousandths."""
+    """The time in which a lease's next cell is likely to start, and the probability in thousandths that it starts then."""
 
     from_ms: int
     until_ms: int
@@ -249,7 +249,7 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSpan(Span):
-    """The forecast of a wait, and its inputs."""
+    """The forecast of a wait, with the kind of the wait and the computed wait that the forecast corrects."""
 
     kind: str  # "swap", or "busy" if a busy lease must leave first
     basis_ms: int  # as computed by `queue_wait`
