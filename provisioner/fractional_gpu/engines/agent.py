@@ -41,9 +41,9 @@ _WHOLE = 1000  # milli-GPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRules:
-    """The intervals of the agent, and the names of the engine's counts.
+    """The agent's intervals, and the names of the resources (Slurm's GRES, Kubernetes' extended resources) that count milli-GPU.
 
-    `counts` maps each pool to the engine's name for its milli-GPU. `asked` maps a pool to the name that its jobs use, if it differs.
+    `counts` maps each pool to its resource. `asked` maps a pool to the name by which jobs request this resource, if that differs.
     """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
@@ -256,9 +256,9 @@ def _shown(counts: Mapping[str, int]) -> str:
 
 
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
-    """Return the public summary of the pools that the engine counts. Its figures are rounded, so that it does not change often.
+    """Return the public summary of the pools in `counts`. Its figures are rounded, so that it does not change often.
 
-    `counts` maps each pool to the name that jobs use for its milli-GPU.
+    `counts` maps each pool to the name of the resource (Slurm's GRES, Kubernetes' extended resource) that its jobs request.
     """
     pools = []
     for pool in capacity.pools:

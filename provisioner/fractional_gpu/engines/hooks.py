@@ -1,9 +1,9 @@
 """Slurm's Prolog and Epilog on a node. The Prolog registers a job's allocation as a seat, and the Epilog ends the seat. They run as root.
 
-Slurm drains a node whose Prolog or Epilog fails, so they succeed even if the broker, the controller or the disk fails. Errors appear in the
+Slurm drains a node whose Prolog or Epilog fails, so both succeed even if the broker, the controller or the disk fails. Errors appear in the
 log and in the job's output. Slurm waits about ten seconds for a Prolog (BatchStartTimeout), of which the controller may take `CONTROLLER_S`
-and the broker `BROKER_S`. If this is too short, the agent registers the seat later. Neither of them starts a broker, because the broker
-would end with the job.
+and the broker `BROKER_S`. If they take longer, the agent registers the seat later. Neither the Prolog nor the Epilog starts a
+broker, because the broker would end with the job.
 """
 
 import re
@@ -33,7 +33,7 @@ _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", re.MULTILINE)
 class HookSettings:
     """Settings that the Prolog, the Epilog and the agent share.
 
-    `pools` has the pool of each count, by the name of the count in Slurm. `shard_pool` is the pool for jobs with shards, or "" to ignore
+    `pools` maps each GRES (generic resource of Slurm) to its pool. `shard_pool` is the pool for jobs with shards, or "" to ignore
     shards. `has_groups` says whether Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory` says what to do if
     the job's memory limit is too small for the data of its share.
     """

@@ -91,7 +91,7 @@ def job_of(seat: SeatStatus) -> int | None:
 def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the pool and the milli-GPU that a job requested, or None if it requested no share.
 
-    `pools` has the pool of each count, by the name of the count in Slurm. Raises EngineError if no seat can have the requested share.
+    `pools` maps each GRES (generic resource of Slurm) to its pool. Raises EngineError if no seat can have the requested share.
     """
     asked = {key: milli for key, milli in job.gres.items() if key.partition(":")[0] in pools and milli > 0}
     if not asked:

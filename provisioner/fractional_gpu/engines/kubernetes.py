@@ -137,7 +137,7 @@ def _use(verb: str, resource: str) -> tuple[str, str]:
 
 
 class KubernetesEngine:
-    """The `engine.Engine` for one node, which also has the node's pods. This is a context manager. `say` is called with log lines.
+    """The `engine.Engine` for one node. It also lists the node's pods, and is a context manager. `say` is called with log lines.
 
     Counts are in milli-GPU, by extended resource. A count is -1 if the node does not have the resource yet. The client runs on an event
     loop in a separate thread. Methods block for at most a few seconds.

@@ -99,9 +99,9 @@ def job_number(text: str) -> int:
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """Parse a text such as `jgpu:open:250,gpu:2(IDX:0-1)`, and return the counts by `NAME:TYPE` or `NAME`. A missing number means 1.
+    """Parse a string such as `jgpu:open:250,gpu:2(IDX:0-1)`, and return the counts by `NAME:TYPE` or `NAME`. A missing number means 1.
 
-    Raises EngineError if the text is malformed.
+    Raises EngineError if the string is malformed.
     """
     found: dict[str, int] = {}
     for word in gres_words(text):

@@ -1,1 +1,1 @@
-"""The database of everything that outlives the broker: leases, seats, stories and usage."""
+"""The database of everything that outlives the broker: leases and their histories, seats and usage."""

@@ -239,7 +239,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """End the lease and erase its secrets. Delete and only count a lease that never had a process. Ignore unknown and ended leases."""
+        """End the lease and erase its secrets. If it never had a process, delete it and only count it. Ignore unknown and ended leases."""
         with self.transaction():
             rows = self._read(
                 "SELECT lease_id AS id, document FROM leases WHERE lease_id = ? AND ended_ms IS NULL", (lease_id,)

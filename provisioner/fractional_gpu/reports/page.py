@@ -175,7 +175,7 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
 
 
 def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
-    """Return every day from the first to the last day with figures, or every month if there are many days.
+    """Return the figures of each day from the first to the last day with use, or of each month if there are many days.
 
     `whole` means that the report covers whole devices and all users, so that the time when no lease holds them counts as free.
     """

@@ -109,11 +109,11 @@ class LeaseService:
             await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may control it. With `own`, only the lease's own token or process may.
+        """Return the lease's kernel if the peer may control it. With `own`, the peer must be a kernel process or have the lease's token.
 
         A process whose token file is gone is recognized by its place in the kernel's process tree. If the kernel itself asks, its lease
-        counts as ended once it is being evicted, or once only processes that the kernel left behind keep it alive. Raises NotFoundError,
-        UnauthorizedError, ForbiddenError, and ConflictError for a kernel whose record was lost.
+        counts as ended once the kernel is being evicted, or once only processes that it left behind keep the lease alive. Raises
+        NotFoundError, UnauthorizedError, ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
@@ -167,7 +167,7 @@ class LeaseService:
             return False
 
     def _is_token_of(self, peer: Peer, token: str, kernel: Kernel, *, own: bool) -> bool:
-        """Return whether `token` is the lease's token or, unless the route is `own`, the token of the lease's seat."""
+        """Return whether `token` is the lease's token or, without `own`, the token of the lease's seat."""
         digest = token_digest(token)
         # A lease restored without a record has no digest yet: accept the first token from a process of the kernel or its parent.
         if not kernel.token_sha256 and self._is_of(peer, kernel, or_parent=True):

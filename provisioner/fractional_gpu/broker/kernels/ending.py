@@ -105,5 +105,5 @@ class Evictions:
         self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
-        """Return the sentence that tells a new kernel why the earlier one was ended, but only once. Return "" if it was not evicted."""
+        """Return the sentence that tells a new kernel why the earlier one was ended, but only once. Return "" if none was evicted."""
         return self._sentences.pop((kernel.uid, kernel.facts.kernel_id), "")

@@ -307,7 +307,7 @@ class Kernel:
 
     @property
     def _uses_no_gpu(self) -> bool:
-        """Whether every message that the kernel handles waits for input or has not used the GPU for long. False if in doubt."""
+        """Whether every message that the kernel handles waits for input or has not used the GPU for a long time. False if in doubt."""
         idle = self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
         if not idle or self.iopub is None or not self.iopub.executing:
             return False

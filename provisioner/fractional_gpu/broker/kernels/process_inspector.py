@@ -1,6 +1,6 @@
 """Finds out the current state of kernels from the operating system, the driver and the devices.
 
-A `HostSnapshot` is one pass over /proc and one reading of each device asked for. Several checks may share a snapshot, but only a new one
+A `HostSnapshot` is one pass over /proc and one reading of each requested device. Several checks may share a snapshot, but only a new one
 gives certainty. If no device counts a CUDA process, its size is at most the memory that devices charge to no process, provided they are
 known to count the pids that are visible here. Otherwise its size is unknown. A process that forked from a CUDA process without executing a
 program inherited a context that it cannot use. The driver's answers about it are meaningless. The driver is not asked about a stopped

@@ -101,7 +101,7 @@ def check_kind(kind: str, *allowed: str) -> None:
 
 
 def _covering_milli(arbiter: Arbiter, pool: PoolSpec, memory_mib: int) -> int:
-    """Return the smallest fraction on offer whose share of the pool's smallest device covers the memory, or else a whole device."""
+    """Return the smallest fraction on offer whose share of the pool's smallest device covers the memory, or a whole device if none does."""
     needed = min(1000, -(-memory_mib * 1000 // max(1, min(_sizes(arbiter, pool)))))
     return min((milli for milli in pool.fractions_milli or [needed] if milli >= needed), default=1000)
 

@@ -80,8 +80,8 @@ class LedgerWriter:
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
         """Run `act`, which writes, after all earlier writes. The future is done when the write is on disk. Failures are logged.
 
-        With `again`, a failed write (for example on a full disk) is repeated before all later writes. This ends when it succeeds, or when
-        it fails although other writes succeed. The future fails at the first failure.
+        With `again`, a failed write (for example on a full disk) is repeated before all later writes, until it succeeds, or until it
+        fails although other writes succeed. The future fails at the first failure.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
@@ -296,7 +296,7 @@ def _seen(done: asyncio.Future[None]) -> None:
 
 
 def _nothing() -> None:
-    """An empty write, which is done in order with the others."""
+    """A write that changes nothing. It is done once all earlier writes are done."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:

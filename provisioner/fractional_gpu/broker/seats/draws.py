@@ -148,7 +148,7 @@ class SeatDraws:
         return view.revoked or (kernel.taken_over and view.spec.seat in self._seats)
 
     def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:
-        """Return the ids of leases that the seat took over from an earlier server. Errors name them, because this server does not."""
+        """Return the ids of the seat's leases from an earlier server. Errors name them, because this server does not show them."""
         return [
             kernel.lease_id
             for kernel, view in self._broker.views()

@@ -4,7 +4,7 @@
 - The next seat of the same user and server takes over the revoked leases that fit in addition to its other kernels.
 - If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended as in an eviction.
 - The ledger keeps the owner and the end of a seat as long as it has leases. If a lease's seat is neither live nor recorded, because the
-  ledger was lost, the lease is revoked from now on. Any server of its user may take it over.
+  ledger was lost, the lease counts as revoked from now on. Any server of its user may take it over.
 """
 
 import asyncio

@@ -164,7 +164,7 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Check the limits of the user, including `revoked` leases, and of the group. Raises NoRoomError."""
+    """Check the limits of the user, whose `revoked` leases count, too, and of the group. Raises NoRoomError."""
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)

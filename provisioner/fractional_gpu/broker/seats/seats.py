@@ -333,7 +333,7 @@ class Seats:
     ) -> PoolFull | str | None:
         """Return the seat's device, or why the seat does not fit. Raises NoRoomError if a limit is reached.
 
-        `unplaced` lists earlier requests that do not fit, and why. A request that needs at least as much is refused without a forecast.
+        `unplaced` lists earlier requests that do not fit, and why. If this one needs at least as much as one of them, no forecast is made.
         """
         request = waiter.request
         others = self._others(request)

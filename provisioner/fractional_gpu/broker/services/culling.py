@@ -57,7 +57,7 @@ def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullR
 
 
 class Culler:
-    """Ends kernels to which `rule` applies. `end` ends a kernel and its lease, and tells the kernel's successor why."""
+    """Ends kernels to which `rule` applies. `end` ends a kernel and its lease, and tells the kernel that replaces it why."""
 
     def __init__(self, broker: Broker, rule: CullRule, end: End) -> None:
         self._broker = broker

@@ -167,7 +167,7 @@ class Viewer:
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
     def shown(self, stranger: Stranger) -> Stranger:
-        """Return what the viewer may see of a process without a lease.
+        """Return what the viewer may see of a process that has no lease.
 
         Only the owner and administrators see everything. Others, and all seats (which share uids), see the user's name and the memory.
         """

@@ -312,7 +312,7 @@ class GpuActivity:
     async def is_quiet(self, kernel: Kernel) -> bool:
         """Return whether the kernel's processes have done no work on its devices for `UNANSWERED_QUIET_S`.
 
-        A kernel whose devices do not report this counts as quiet. A kernel with a device that cannot be read does not.
+        A kernel whose devices do not report this counts as quiet. A kernel with an unreadable device does not count as quiet.
         """
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:

@@ -121,7 +121,7 @@ class HardCaps:
         )
 
     async def run(self) -> None:
-        """Keep the limits up to date until cancelled, and let cells run once the limit of their kernel was raised."""
+        """Keep the limits up to date until cancelled, and let cells run once the limit of their kernel has been raised."""
         while True:
             changed = self._broker.anything_changed
             wanted = self._wanted() if not self.why_not else {}

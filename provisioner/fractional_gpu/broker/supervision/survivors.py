@@ -5,7 +5,7 @@
 - While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts against its owner's limits,
   and is resumed if it was suspended. The next kernel of the lease takes it over. The processes get `_MOMENT_S` to end with their kernel.
 - Memory that a device charges to no process but still counts after `FREED_S` counts as used without a lease.
-- `after_kernel: "end"` ends what remains, but only processes that were seen in the tree and whose identity and user match.
+- With `after_kernel: "end"`, remaining processes are ended if they were seen in the tree and their identity and user match.
 """
 
 import asyncio

@@ -110,7 +110,7 @@ def _check_idle(kernel: Kernel) -> None:
 
 
 class Suspension:
-    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel has done no work; None counts as yes."""
+    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel has done no work. If it is None, all are quiet."""
 
     def __init__(
         self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, check: CheckpointCheck | None
