@@ -129,7 +129,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
         """Return the wanted pool and milli-GPU. What the user left out comes from the offer that is closest to the defaults.
 
-        If the user has chosen nothing or no offer fits, use the defaults. If these are refused later, the refusal says what is on offer.
+        If the user has chosen nothing or no offer fits, use the defaults. A later refusal of the defaults says what is on offer.
         Raises the error that stops the spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli

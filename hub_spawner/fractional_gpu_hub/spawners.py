@@ -14,4 +14,4 @@ class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # typ
 
 
 class FractionalGPUSimpleSpawner(FractionalGPUMixin, SimpleLocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Starts all servers as the user of the hub, for trying things out. This prevents mistakes, but not attacks."""
+    """Starts all servers as the user of the hub, for trials. Users are protected from mistakes of others, but not from attacks."""

@@ -79,7 +79,7 @@ class LeasedKernel:
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Run the callback on the main loop. Return False if it does not run, as in a terminal or an older ipykernel's GUI loop."""
+        """Run the callback on the main loop. Return False if no main loop runs, as in a terminal or an older ipykernel's GUI loop."""
         kernel: Any = getattr(self.shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
         shell_channel: Any = getattr(kernel, "shell_channel_thread", None)

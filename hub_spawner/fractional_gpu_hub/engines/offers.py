@@ -36,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node. `state` is the engine's term. `problem` is a sentence that explains why its summary is unreadable or it accepts no jobs."""
+    """A node. `state` is the engine's word for its state. `problem` says why the summary is unreadable or why the node accepts no jobs."""
 
     name: str
     state: str

@@ -241,7 +241,7 @@ class _Events(_BaseHandler):
     async def _taken(self) -> None:
         """Send the data that was written. Raises StreamClosedError if the browser disconnects or does not read the data in time.
 
-        Without this limit, a stopped browser or a broken connection would occupy one of the user's streams forever.
+        Without a limit to this time, a stopped browser or a broken connection would occupy one of the user's streams forever.
         """
         try:
             async with asyncio.timeout(TAKEN_S):

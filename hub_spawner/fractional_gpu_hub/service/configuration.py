@@ -113,7 +113,7 @@ def add_page(
 
 
 def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
-    """Give all users their scopes. Return the additional roles that this requires."""
+    """Give all users the scopes to read and to use the page. Return the roles that the hub must define in addition."""
     # Import these here, because the service's process, for which the hub waits, does not need the hub's application.
     from jupyterhub.app import JupyterHub  # noqa: PLC0415
     from jupyterhub.roles import get_default_roles  # noqa: PLC0415
@@ -133,7 +133,7 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
 
 
 def _environment(c: Config, cluster: str) -> dict[str, str]:
-    """Return the variables that the service needs to reach the cluster, because the hub does not pass its own. Raises ConfigError."""
+    """Return the variables that the service needs to reach the cluster, because the hub passes it none of these. Raises ConfigError."""
     found = {name: os.environ[name] for name in _KEPT.get(cluster, ()) if name in os.environ}
     if cluster != "kubernetes":
         return found

@@ -246,7 +246,7 @@ def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
 
 
 class Setting(NamedTuple):
-    """A key in the pool editor of the page. `default` and `example` are as users type them. `choices` are the items of a menu."""
+    """A setting in the page's editor of pools. `default` and `example` are as users type them. `choices` are the items of a menu."""
 
     key: str
     help: str

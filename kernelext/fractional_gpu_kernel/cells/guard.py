@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """A running cell: its thread, and the marks that count it and its outer cells as running. A cell without the GPU has no marks."""
+    """A running cell, with its thread. The gate knows it and its outer cells by their `marks`. A cell without the GPU has no marks."""
 
     marks: tuple[object, ...]
     thread_id: int

@@ -310,7 +310,7 @@ class Completer:
         self._read_s = -_KEEP_S
 
     def complete(self, line: str) -> tuple[str, list[str]] | None:
-        """Return the fragment before the cursor, at the end of `line`, and its completions. Return None for lines without our magics."""
+        """Return the incomplete word at the end of `line`, and its completions. Return None for lines without our magics."""
         match = _LINE.fullmatch(line)
         if match is None:
             return None

@@ -157,7 +157,7 @@ class AfterCell:
         self._newest: dict[str, _DeferredRequest] = {}
 
     def request(self, kind: str, *calls: Call, note: str, failed: str, command: str) -> None:
-        """Show `note`, and make the calls when the cell has ended. Withdraw an earlier request of this kind.
+        """Show `note`, and make the calls when the cell has ended. Withdraw an earlier request of the same kind.
 
         Afterwards the sentence from the last call replaces the note. If a call fails, `failed` and the reason replace it.
         """

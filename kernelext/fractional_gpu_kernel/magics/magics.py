@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GPURequestError(Exception):
-    """The policy of a pool or the broker refused a valid command."""
+    """The command is valid, but the broker or the policy of a pool refused it."""
 
 
 class Magics:

@@ -83,7 +83,7 @@ class BrokerClient:
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
     def because_of(self, cause: str) -> Self:
-        """Set the cause of later requests, such as "`%gpu suspend`", which appears in the stories of leases. Return the client."""
+        """Set the cause of later requests, such as "`%gpu suspend`", which `story` shows later. Return the client."""
         self._headers[CAUSE] = cause
         return self
 
@@ -216,7 +216,7 @@ class BrokerClient:
         return self.call(routes.COST, about=lease_id)
 
     def others(self, lease_id: str, last_ms: int, without: Sequence[str] = ()) -> OthersUse:
-        """Return how others used the lease's device in the last `last_ms` (at most a minute), not counting the leases `without`."""
+        """Return how others used the lease's device in the last `last_ms` (at most a minute). Leases in `without` do not count."""
         return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, without=",".join(without)), lease_id)
 
     def usage(
@@ -253,7 +253,7 @@ class BrokerClient:
     def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the lease's progress while it waits for the GPU. The last line is `granted` or `refused`.
 
-        Closing the generator withdraws the ticket. Limits each wait to `request.wait_ms` plus `timeout_s`. Raises BrokerUnavailableError.
+        Closing the generator withdraws the ticket. Each wait ends after `request.wait_ms` plus `timeout_s`. Raises BrokerUnavailableError.
         """
         return self.wait(routes.ACQUIRE, request, lease_id)
 
@@ -272,8 +272,8 @@ class BrokerClient:
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
         """Yield the broker's commands for this kernel's gate, until the broker ends the stream. Blocks between commands.
 
-        Keep-alives have an empty verb. Reading one proves to the broker that Python runs in this process. For this reason the socket has a
-        timeout, which makes Python poll before each read; without a timeout, the system call would read while Python is blocked.
+        A command with an empty verb keeps the stream alive. Reading it proves to the broker that Python runs. For this reason the socket
+        has a timeout, which makes Python poll before each read; without a timeout, the system call would read while Python is blocked.
         """
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 

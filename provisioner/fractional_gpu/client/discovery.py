@@ -219,7 +219,7 @@ def _check_folder_if_there(path: str) -> None:
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
     """Wait while a broker starts, ends or restores its deleted socket, or a service restarts. Return whether a broker accepts connections.
 
-    Raises BrokerUnavailableError with the name of the process if the broker stays unreachable.
+    Raises BrokerUnavailableError with a message that names the process if the broker stays unreachable.
     """
     path, begun_s = client.socket_path, time.monotonic()
     deadline_s, restarts_until_s = begun_s + timeout_s, begun_s + min(timeout_s, _RESTART_S if _is_service(path) else 0)
@@ -389,7 +389,7 @@ def check_folder(path: str) -> None:
 def check_reachable(path: str) -> None:
     """Raise BrokerUnavailableError if other users cannot enter the socket's folder.
 
-    A missing folder passes, because we create it with access for all.
+    A missing folder is accepted, because this package creates it with access for all users.
     """
     folder = Path(path).absolute().parent
     for one in (folder, *folder.parents):

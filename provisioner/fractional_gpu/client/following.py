@@ -97,7 +97,7 @@ async def follow(
 ) -> None:
     """Call `take` with the host's status now and after each change, and `lost` with each error. Runs until cancelled.
 
-    While the event loop is busy, it misses statuses and then gets the newest, because the broker queues no lines.
+    Statuses that arrive while the event loop is busy are skipped, except the newest, because the broker queues no lines.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -103,7 +103,7 @@ class Connection:
         self._reader = self._socket.makefile("rb")
 
     def close(self) -> None:
-        """Close only our end. This does no harm in a forked child."""
+        """Close this process's end of the connection. If a forked child does this, its parent can still use the connection."""
         self._reader.close()
         self._socket.close()
 

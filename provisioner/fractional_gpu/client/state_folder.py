@@ -115,7 +115,7 @@ def is_network(path: Path) -> bool:
 
 
 def _state_home() -> Path | None:
-    """Return our folder in the user's state folder, or None if the user has no home."""
+    """Return this package's folder in the user's state folder, or None if the user has no home."""
     named = os.environ.get("XDG_STATE_HOME", "")
     if Path(named).is_absolute():  # the specification says to ignore a relative path
         return Path(named) / "jupyter-gpu"

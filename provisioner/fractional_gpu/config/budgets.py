@@ -1,4 +1,4 @@
-"""The configured budgets, such as `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and the text of their amounts."""
+"""The configured budgets, such as `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and how people write their amounts."""
 
 import re
 from collections.abc import Callable, Mapping

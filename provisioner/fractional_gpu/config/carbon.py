@@ -2,8 +2,8 @@
 
 The file has a header, and two of its columns are read. The first is the first column whose name contains `time`; it has times in ISO 8601,
 and times without a zone are in UTC. The second is the first column whose name contains both `g` and `kwh`, such as `g_per_kwh` or `Carbon
-intensity gCO2eq/kWh`. Exports of electricity data have this form. A missing hour takes the figure of the last hour before it. Hours before
-the first figure take the first figure.
+intensity gCO2eq/kWh`. Exports of electricity data have this form. For a missing hour, the figure of the last hour before it is used. For
+hours before the first figure, the first figure is used.
 """
 
 import csv
@@ -43,7 +43,7 @@ class Carbon:
 
 
 def parse_setting(value: object) -> float | Path | None:
-    """Return the grams per kWh, an absolute path, or None if no figures are configured.
+    """Return the configured grams per kWh, or the absolute path of the configured file, or None if neither is configured.
 
     Raises ValueError with a message that says what is allowed.
     """

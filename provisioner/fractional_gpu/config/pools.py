@@ -1,7 +1,7 @@
 """A pool, with the settings that are the keys of its configuration, and the devices assigned to it.
 
-- A device is in one pool. At most one pool has the devices 'all' and gets the devices that the other pools leave. A pool without devices
-  is an error, except on a host without devices.
+- A device is in one pool. At most one pool may have the devices 'all': it gets the devices that no other pool has. A pool without
+  devices is an error, except on a host without devices.
 - A device is named by its number in the broker's list, its UUID, or a unique prefix of its UUID. `model:A100` stands for all devices with
   that text in their name.
 """
@@ -42,7 +42,7 @@ COMMON_KEYS = (
 class Pool(HasTraits):
     """A configured pool. Durations are in ms, memory in MiB, and fractions, prices and shares in thousandths.
 
-    `to` names the fields of the arbiter's `PoolSpec` that a setting fills.
+    Each key is a `Setting`, whose `to` names the fields of the arbiter's `PoolSpec` that it fills.
     """
 
     # fmt: off

@@ -280,7 +280,7 @@ class Settings(HasTraits):
         return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
 
     def capacity(self, budget_mib: int, device_mib: int) -> str:
-        """Say how many suspended kernels fit into this much host memory if each used the whole of the usual share of a device."""
+        """Say how many suspended kernels fit into `budget_mib` of host memory if each has filled the default share of a device."""
         share_mib = max(1, device_mib * self.first_fraction // 1000)
         number = budget_mib // share_mib
         return f"room for {number} that filled {format_fraction(self.first_fraction)} of a GPU ({format_memory(share_mib)} each)"

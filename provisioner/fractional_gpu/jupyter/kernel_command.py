@@ -149,7 +149,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Return whether an earlier answer still holds: the packages are still there, and no module of the same name shadows them."""
+    """Return whether the `known` modules still exist, and no other module of the same name would be imported instead of one of them."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return all(
         module is not None

@@ -1,4 +1,4 @@
-"""The lease that a provisioner holds for its kernel, with its token file. It is taken, kept over restarts, and released.
+"""The lease that a provisioner holds for its kernel, with its token file: how to take it, keep it over restarts, and release it.
 
 Every call blocks, so run it in a thread. A call that fails halfway leaves no lease and no token file. The lease of a killed server expires
 in the broker. A kernel without our extension must know its device before its process starts, so each new process gets a new lease. If the
@@ -97,7 +97,7 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Return whether the GPU state of the process may be saved or moving, so that the process cannot exit."""
+        """Return whether the process may be unable to exit because its GPU state is saved, or is being saved or restored."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 

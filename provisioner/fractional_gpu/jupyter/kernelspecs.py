@@ -43,7 +43,7 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # ra
 class InstalledSpec:
     """One of our kernelspecs, made from `base`.
 
-    `gated` means that the extension will load, and `launcher` that its command takes the lease. `shadowed_by` is the folder that Jupyter
+    `gated` means that the extension will load. `launcher` means that the command takes the lease. `shadowed_by` is the folder that Jupyter
     uses instead of this one.
     """
 
@@ -373,7 +373,7 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that Jupyter uses for this name instead, if any. `seen` has all kernelspecs that Jupyter finds."""
+    """Return the folder that Jupyter uses instead of this one for the same name, or None. `seen` has all kernelspecs that Jupyter finds."""
     seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
     found = seen.get(folder.name.lower())
     return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)

@@ -2,7 +2,7 @@
 
 python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
 
-The process *becomes* the kernel, so that its parent gets the signals, waits and exit codes it expects. This takes two execs, because the
+The process *becomes* the kernel, so that its parent can signal it, wait for it and get its exit code. This takes two execs, because the
 broker attaches a process only if the lease's id is in its environment, and only an exec changes the environment. The broker ends the lease
 when the process ends. Each start also cleans up after earlier processes of the kernel. Without a lease no kernel starts: the command prints
 one sentence to stderr and exits with code 1.

@@ -206,7 +206,7 @@ def tool_names() -> list[str]:
 
 
 def middleware() -> Any:  # noqa: ANN401 - fastmcp's
-    """Return the middleware that marks the tools that only read and gives each tool its schema.
+    """Return the middleware that marks the read-only tools and gives each tool its schema.
 
     jupyter-server-mcp calls this function through the entry point `jupyter_server_mcp.middleware`.
     """

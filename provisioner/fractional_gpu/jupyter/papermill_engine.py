@@ -16,7 +16,7 @@ class FractionalGPUEngine(NBClientEngine):  # type: ignore[misc] # not installed
         wait_before_cells(waits)
 
         class Known(AsyncKernelManager):
-            """A manager that makes its client known to the hook, since papermill calls the hook without the client."""
+            """A kernel manager that makes itself known to the hook, because papermill calls the hook without it."""
 
             def __init__(self, **options: Any) -> None:  # noqa: ANN401 - traits
                 super().__init__(**options)

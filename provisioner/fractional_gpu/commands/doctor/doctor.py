@@ -1,6 +1,6 @@
-"""`jupyter gpu doctor` and `jupyter gpu node doctor` run a table of checks and print a line of advice for each finding.
+"""`jupyter gpu doctor` and `jupyter gpu node doctor` run checks and print a line of advice for each finding.
 
-They change nothing and start no broker. If no broker manages the device, they checkpoint a test process. A missing GPU or driver is a
+They change nothing and start no broker. They checkpoint a test process on a device that no broker manages. A missing GPU or driver is a
 warning. If a check fails to run, the report says so, and the other checks still run.
 """
 

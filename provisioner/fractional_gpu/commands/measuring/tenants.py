@@ -39,7 +39,7 @@ OTHERS_MILLI: Final = 20  # use by others that disturbs a step; less slows tenan
 
 
 class NoSpareRoomError(CommandError):
-    """The pool currently has no spare room for a step."""
+    """The pool currently has no spare room for the programs that are to be measured together."""
 
 
 class TenantError(CommandError):
@@ -172,8 +172,8 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        The first tenant of a step has no `device_id` yet, and the broker measures the devices anew for it. When a later tenant starts, the
-        first status may be older, because the earlier tenants still wait and the broker knows their leases.
+        Without a `device_id`, the broker first measures the devices anew. With one, its last measurement is enough at first, because
+        earlier programs of the same measurement still wait on this device, and the broker knows their leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -317,7 +317,7 @@ _CHANGE_PARTS: Final = 100  # the memory of others may change by this part of th
 
 
 class DisturbedError(CommandError):
-    """Another program used the device or waited for it, so the step proves nothing."""
+    """Another program used the device or waited for it, so the figures of this step are worthless."""
 
 
 class TooSlowError(CommandError):
@@ -325,7 +325,7 @@ class TooSlowError(CommandError):
 
 
 class SilentError(CommandError):
-    """The program succeeded without a report, so each whole run counts as a unit of work."""
+    """The program succeeded without reporting any unit of work, so each whole run counts as a unit of work."""
 
 
 @dataclass(slots=True)

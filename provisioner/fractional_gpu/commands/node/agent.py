@@ -52,7 +52,7 @@ SIGTERM stops it; the counts stay as they are.
 
 @contextmanager
 def ending() -> Iterator[Callable[[float], bool]]:
-    """Yield a sleep function that returns True early on SIGTERM or SIGINT. Use it only in the main thread."""
+    """Yield a function that sleeps. It returns early, with True, on SIGTERM or SIGINT. Use it only in the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
         """Do nothing, because Python itself writes each signal to the pipe of `signal_pipe`."""

@@ -1,4 +1,4 @@
-"""The table of actions of `jupyter gpu node ACTION`.
+"""Runs the action that `jupyter gpu node ACTION` names, such as `agent` or `install`.
 
 Slurm's Prolog must be fast, so actions import what they need when they run. Slurm drains a node whose Prolog or Epilog fails, so both exit
 with 0.

@@ -59,7 +59,7 @@ def check_program(command: Sequence[str]) -> None:
 
 
 class HeldCommand:
-    """A command that waits in a stub process until `go`. `environment` must contain the id of the lease, which the broker looks for.
+    """A command that waits in a stub process until `go` is called. `environment` must contain the lease's id, for the broker.
 
     If `output` is given, the command writes to this file and gets no input. Otherwise it shares this process's input and outputs.
     """

@@ -91,7 +91,7 @@ class MachineOptions:
 
 
 def _hosts(text: str) -> list[tuple[int, ...]]:
-    """Return the GPUs of each host in MiB from a text such as `4x(8x80GiB),2x(4x40GiB)`. For `?x(8x80GiB)`, return only one host."""
+    """Return the GPUs of each host in MiB from a string such as `4x(8x80GiB),2x(4x40GiB)`. For `?x(8x80GiB)`, return only one host."""
     shapes: list[tuple[int, ...]] = []
     parts, at = text.strip(), 0
     while at < len(parts):

@@ -45,7 +45,7 @@ def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) ->
 
 
 def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
-    """Return the recorded and the simulated waits in seconds, and the percentage of cells that waited in each.
+    """Return the recorded and the simulated waits in seconds, and for each of the two the percentage of cells that waited.
 
     `mean_error_s` is the mean distance between the quantiles of the two distributions (the Wasserstein distance).
     """

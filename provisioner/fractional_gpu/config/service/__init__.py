@@ -25,7 +25,7 @@ def service_file(path: Path, environment: str) -> str:
 
 
 def requirement(extras: str) -> str:
-    """Return the text with which pip installs this package again from the same file, repository or index."""
+    """Return the argument for `pip install` that installs this package again from the same file, repository or index."""
     origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
     url, vcs = origin.get("url"), origin.get("vcs_info")
     if vcs:
