@@ -84,7 +84,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine. With `check`, over-committing a device is an error. `forecasts` may come from an earlier arbiter."""
+    """The state machine. With `check`, it raises an error if a device is over-committed. `forecasts` may come from an earlier arbiter."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class Arbiter:
             return self._changes.forecast_recorder.gate_wait(lease)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many leases wait in each pool, without those that are being resumed. Pools without waiting leases may be missing."""
+        """Return how many leases wait in each pool. Leases that are being resumed do not count. Pools where none waits may be missing."""
         waiting = self._books.waiting.values()
         return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
 
@@ -320,7 +320,7 @@ class Arbiter:
 
     @contextmanager
     def _as_of(self, at_ms: int | None) -> Iterator[None]:
-        """Read the books as of `at_ms`. If `at_ms` is None, the time of the last event is used."""
+        """During the block, read the books as of `at_ms`. If `at_ms` is None, the time of the last event is used."""
         event_ms = self._books.now_ms
         self._books.now_ms = max(event_ms, at_ms or 0)
         try:

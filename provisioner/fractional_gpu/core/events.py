@@ -226,7 +226,7 @@ class LeasesMeasured(Event):
 class Expected(LeaseEvent):
     """There is a sign that the lease's next cell will come before `until_ms`.
 
-    `confidence_milli` is the sender's estimate, in thousandths, of how likely the cell is.
+    `confidence_milli` is the sender's estimate of the probability that the cell comes, in thousandths.
     """
 
     until_ms: int

@@ -136,7 +136,7 @@ def _may_resume_early(books: Books, lease: Lease) -> bool:
 
 
 def _resume_or_displace(changes: Changes, lease: Lease, capacity: Capacity) -> None:
-    """Begin to resume the lease, or to suspend the first of the leases that make room for it."""
+    """Begin to resume the lease. If it fits nowhere, begin to suspend an idle lease to make room, in pools that allow this."""
     books, need_mib = changes.books, lease.need_mib
     devices = tuple(
         one for one in eligible_devices(books, books.policy(lease), lease) if _may_swap_early(books, one, lease, ())
@@ -205,7 +205,7 @@ def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return the expected cost of suspending `victim`: its swap time in ms times the chance, in thousandths, that it runs first."""
+    """Return the expected cost of suspending `victim`: its swap time in ms, times the chance in thousandths that its cell comes first."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)

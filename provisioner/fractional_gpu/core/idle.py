@@ -129,12 +129,12 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Add to the ticket's record how long it is expected to take to save the idle lease, before the save begins."""
+    """Before an idle lease is saved for a ticket, add to the ticket's record how long the save is expected to take."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn from a lease that gets room how much time its cell lost because idle leases held memory (none without a ticket)."""
+    """When a lease gets room, learn how much time its cell lost because idle leases held memory. Without a ticket, it lost none."""
     pool = lease.spec.pool
     # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

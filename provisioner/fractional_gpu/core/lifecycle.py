@@ -100,8 +100,8 @@ class StartReservations:
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
         """Free room that is no longer kept for its lease, in pools where a ticket waits for room. Return whether any was freed.
 
-        Set `first` before the queue is served. Room is then freed only for tickets that fit nowhere, so that no lease is suspended
-        needlessly.
+        Set `first` if the queue has not been served yet. Room is then freed only for tickets that fit nowhere, so that no lease is
+        suspended needlessly.
         """
         freed = False
         for lease in self._books.in_state(LeaseState.UNATTACHED):

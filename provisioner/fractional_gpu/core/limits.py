@@ -211,7 +211,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
 def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield a tuple of "user" or "group", the account and the limits for each set of limits that applies to a lease."""
+    """Yield the sets of limits that apply to a lease. Each tuple has "user" or "group", the account, and the limits."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -240,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return "user" or "group", the account, the excess and the limit, for each limit that is exceeded if the lease gets `milli`."""
+    """Return the limits that the lease exceeds if it gets `milli`. Each tuple has "user" or "group", account, excess and limit."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)

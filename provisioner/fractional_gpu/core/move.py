@@ -234,7 +234,7 @@ class _Move:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """A sort key that is highest for the best move. Leases of low priority rank highest, then high gains, then little fragmentation."""
+        """A sort key, highest for the best move. Leases with low priority are preferred, then high gains, then little fragmentation."""
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
@@ -382,7 +382,7 @@ def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
 
 
 def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
-    """Return the first of the moves that would empty a device, or None if one of the leases fits on no other device."""
+    """Return the first move of a series that would empty the device, or None if one of its leases fits on no other device."""
     free_mib, moves = dict[str, int](), list[tuple[Lease, str]]()
     for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
         for device_id in other_devices(books, lease):

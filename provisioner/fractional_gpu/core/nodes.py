@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 
 def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, least_milli: int = 0) -> int:
-    """Return how many milli-GPU the node offers its engine, at least `least_milli`.
+    """Return how many milli-GPU the node offers its engine (Slurm or Kubernetes), at least `least_milli`.
 
     `seated_milli` is held by the seats of the engine's jobs. `admissible_milli` is what the forecast admits in addition to all seats.
     `in_use_milli` is in use according to the engine's own records.
@@ -30,7 +30,7 @@ def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, lea
 def count_without_broker(
     last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
 ) -> int:
-    """Return the count while no broker answers, at least `least_milli`. For `patience_ms` it is the last count, and then what is in use."""
+    """Return the count while no broker answers, at least `least_milli`. For `patience_ms` it is the last count, then the count in use."""
     if last is None or silent_ms >= patience_ms:
         return max(least_milli, in_use_milli, 0)
     return max(least_milli, last, in_use_milli, 0)
@@ -63,7 +63,7 @@ _FIRST_RETRY_MS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacingRules:
-    """Limits on the pace of writes, in milliseconds."""
+    """Limits on how often a node agent writes its state to Slurm or Kubernetes, in milliseconds."""
 
     floor_ms: int = 5000
     jitter_ms: int = 2000
@@ -71,7 +71,7 @@ class PacingRules:
 
 
 def spread(number: int, bound: int) -> int:
-    """Hash a number into 0..bound, with very different results for neighbouring numbers.
+    """Hash a number to a number from 0 to `bound`, with very different results for neighbouring numbers.
 
     This is splitmix64, because this package must not use `random`.
     """
@@ -84,9 +84,9 @@ def spread(number: int, bound: int) -> int:
 class Pacing(Generic[State]):
     """Decides when a node agent writes its state. It limits the pace, because hundreds of agents share one controller.
 
-    An agent writes its state only if it differs from the engine's state, and at least `floor_ms` after its last attempt. A random delay of
-    up to `jitter_ms` keeps agents that saw the same event from writing at the same time. Further changes do not postpone the write, which
-    uses the latest state. Failed writes are retried after pauses with jitter, which double up to `longest_retry_ms`.
+    An agent writes its state only if its engine (Slurm or Kubernetes) has another state, and at least `floor_ms` after its last attempt. A
+    random delay of up to `jitter_ms` keeps agents that saw the same event from writing at the same time. Further changes do not postpone
+    the write, which uses the latest state. Failed writes are retried after pauses with jitter, which double up to `longest_retry_ms`.
 
     While writes succeed, a state that lasts is written within `floor_ms + jitter_ms` of its first appearance. Times are in ms of any
     monotonic clock. Agents need different seeds, so that their writes are spread.
@@ -102,12 +102,12 @@ class Pacing(Generic[State]):
         self._failures = 0
 
     def want(self, now_ms: int, state: State) -> None:
-        """Set the state that the engine should have."""
+        """Set the state that Slurm or Kubernetes should have for this node."""
         self._wanted = state
         self._plan(now_ms)
 
     def saw(self, now_ms: int, state: State | None) -> None:
-        """Record the engine's state, or None if it is unknown. Another agent, an administrator or a restart may have changed it."""
+        """Record the state that Slurm or Kubernetes has, or None if it is unknown. An administrator or a restart may have changed it."""
         self._known = state
         self._plan(now_ms)
 
@@ -127,7 +127,7 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def failed(self, now_ms: int) -> None:
-        """Record a failed write, which leaves the engine's state unknown."""
+        """Record a failed write. Afterwards, the state that Slurm or Kubernetes has is unknown."""
         self._known, self._attempt_ms, self._due_ms = None, now_ms, None
         self._failures += 1
         self._plan(now_ms)

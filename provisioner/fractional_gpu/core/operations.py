@@ -211,7 +211,7 @@ class OperationResults:
             self._changes.restart_expiry(lease)
 
     def _stay_on_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Make a lease resident that is still on its devices or back on them."""
+        """Make a lease resident if its memory is still on its devices, or has been restored to them."""
         self._changes.change_state(lease, cause, reason, sentence)
         self._changes.emit_granted(lease)
         self._resizer.claim_missing(lease)
@@ -243,7 +243,7 @@ class OperationResults:
             changes.record_wait_reason(lease, Reason("wait.preempted", why))
 
     def _drop_ticket(self, lease: Lease) -> None:
-        """Drop the ticket of a lease that is still on its devices or back on them, unless the ticket is a claim to grow."""
+        """Drop the ticket of a lease, because its memory is on its devices. A ticket that is a claim to grow is kept."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             ticket.after_suspend, ticket.kept_on = None, ()

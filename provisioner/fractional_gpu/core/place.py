@@ -99,7 +99,7 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how much of a device other busy leases may need so that the newcomer stays within its pool's bound, in thousandths."""
+    """Return how many thousandths of a device other busy leases may need so that the newcomer stays within its pool's bound."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
@@ -136,7 +136,7 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how long a cell that needs `want_milli` takes next to other busy leases, in thousandths of the time that it takes alone."""
+    """Return how long a cell that needs `want_milli` of a device takes beside other busy leases, in thousandths of its time alone."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 

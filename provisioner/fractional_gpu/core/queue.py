@@ -265,7 +265,7 @@ class QueuePass:
         return False
 
     def _competes_as(self, lease: Lease, milli: int) -> tuple[object, ...]:
-        """Return the properties, apart from need and devices, that determine which leases may leave for the ticket."""
+        """Return the properties of a ticket, apart from its need and its devices, that determine which leases may leave for it."""
         if lease.is_growing or lease.count > 1:  # new leases get several devices of one kind, saved ones their own
             return (lease.lease_id,)
         by_owner = milli or self._books.shares_by_time(lease)

@@ -501,7 +501,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add candidates that were left out so far and fit in time and host memory, those with the highest value per ms first."""
+    """Add candidates that were left out so far, if time and host memory allow. Those with the highest value per ms are added first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):

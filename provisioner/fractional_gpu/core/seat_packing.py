@@ -33,7 +33,7 @@ _PRIOR_BUSY_MS = 30 * 60_000  # weight of the prior for memory, in busy time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How a user uses a GPU: the part of the server's time in which it is busy, and the device memory that it then uses."""
+    """How a user uses a GPU: the part of the server's time in which kernels are busy, and the memory that they then use."""
 
     duty_milli: int
     active_mib: int
@@ -98,7 +98,7 @@ class _Group:
 
 
 def _bins_of(devices: int) -> int:
-    """Return the number of bins for this many devices. Each device has equally many, so that a seat that fills a device fills its bins."""
+    """Return into how many bins the devices' memory is divided. All have equally many, so a seat that fills a device fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -146,13 +146,13 @@ def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int,
 
 
 def _millionths(active: list[int], expected_milli: int) -> int:
-    """Return E[N; S > C] / E[N] in millionths, rounded up."""
+    """Return the chance that a cell finds no free memory (E[N; S > C] / E[N] in the module's terms), in millionths, rounded up."""
     return min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected_milli * _WHOLE)))
 
 
 @lru_cache(maxsize=64)
 def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> tuple[list[int], list[int]]:
-    """Return P(S = s) and E[N; S = s] by total need s. The last bin is for S > C. Callers must not change the cached lists."""
+    """Return P(S = s) and E[N; S = s] (see the module) by total need s. The last bin is for S > C. Do not change the cached lists."""
     chance, active = [0] * (bins + 2), [0] * (bins + 2)
     chance[0] = _WHOLE
     for load in loads:
@@ -161,7 +161,7 @@ def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> 
 
 
 def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
-    """Add a seat to the distribution in place. This starts at the largest need, so that the seat is added only once to each need."""
+    """Add a seat to the distribution in place. The loop starts at the largest need, so that the seat is added only once to each need."""
     last = len(chance) - 1
     shift, duty = -(-load.mib * (last - 1) // capacity_mib), load.duty_milli
     for need in range(last, -1, -1):
@@ -196,7 +196,7 @@ def choose_device(
     """Return the device for one more seat, and the chance in millionths that a cell on it waits longer than the target.
 
     The fullest device that stays within the bound is chosen, to keep other devices empty for larger seats. Ties go to the first device.
-    Devices of one kind share one chance, and the emptiest of them is chosen. If no device stays within the bound, return None and the
+    All devices of one kind have the same chance, and the emptiest is chosen. If no device stays within the bound, return None and the
     smallest chance.
     """
     forecasts = [

@@ -158,7 +158,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time to compare with that of `other`, the milli-GPU by which this time grows, and the weight."""
+    """Return the virtual time of the lease, or of its owner if `other` has another owner, then the busy milli-GPU and the weight."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -172,7 +172,7 @@ LIKELY_MILLI = 250
 
 
 def likelihood_milli(lease: Lease) -> int:
-    """Return how likely the expected cell is, in thousandths, or 0 if no cell is expected."""
+    """Return the probability that the expected cell comes, in thousandths, or 0 if no cell is expected."""
     return lease.expectation.milli if lease.expectation is not None else 0
 
 
@@ -313,7 +313,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that free enough memory and fit in host memory, and no more than needed, or () if they are too few."""
+    """Return the first leases that together free enough memory and fit in host memory, without superfluous ones, or () if none do."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:

@@ -31,7 +31,7 @@ _NO_RIGHTS: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class LimitTrial:
-    """`why_not` says why the driver enforces no limits, or is "". `is_told` is set if a process sees its limit as the device's size."""
+    """Whether limits are enforced. `why_not` says why not, or is "". `is_told` is set if a process sees its limit as the device's size."""
 
     why_not: str = ""
     is_told: bool = False
@@ -92,7 +92,7 @@ async def _move_out_and_back(
 
 
 async def ask_probe(process: asyncio.subprocess.Process, command: str) -> str:
-    """Return the probe process's answer, or "" if the process has ended. Raises TimeoutError or RuntimeError."""
+    """Send the probe process a command and return its answer, or "" if the process has ended. Raises TimeoutError or RuntimeError."""
     if process.stdin is None:
         raise RuntimeError("the process has no standard input")
     process.stdin.write(f"{command}\n".encode())

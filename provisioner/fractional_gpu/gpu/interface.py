@@ -139,7 +139,7 @@ class Monitor(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of device: `simulated`, `nvidia`, or a kind from another package. Reports of devices say if they are `simulated`."""
+        """The kind of device: `simulated`, `nvidia`, or a kind from another package. Reports say if a device is `simulated`."""
 
     def devices(self) -> list[DeviceInfo]:
         """Return all devices; the list may be empty. Raises GPUError."""

@@ -25,7 +25,7 @@ class Mount(NamedTuple):
     own: PurePosixPath | None = None
 
     def folder(self, group: PurePosixPath) -> Path | None:
-        """Return the folder of a group, which need not exist. Return None if the group is outside this part of the hierarchy."""
+        """Return the folder of a group, which need not exist. Return None if the group is outside the mounted part of the hierarchy."""
         shown = ".." not in group.parts and group.is_relative_to(self.root)
         return self.point / group.relative_to(self.root) if shown else None
 

@@ -52,7 +52,7 @@ def temporary_folder() -> Path:
 
 
 def file_identity(file: Path | int) -> tuple[int, int] | None:
-    """Return the device and inode of a descriptor or a path (without following links). Return None if it is missing or inaccessible."""
+    """Return the device and inode of a descriptor or a path, without following links, or None if the file is missing or inaccessible."""
     try:
         status = os.fstat(file) if isinstance(file, int) else file.lstat()
     except OSError:

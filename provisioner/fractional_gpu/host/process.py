@@ -338,7 +338,7 @@ class Snapshot:
         return self._by_pid[pid].marker if pid in self._by_pid else None
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
-        """Return the processes by the value of their marker variable, oldest first. If `uid` is given, return only those of this user."""
+        """Return the processes by the value of their marker variable, oldest first. If `uid` is given, return only this user's."""
         return {
             value: sorted(
                 (process.identity for process in members), key=lambda identity: (identity.start_time, identity.pid)
@@ -419,7 +419,7 @@ def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *,
 
 
 class _Markers:
-    """Reads a variable from the environments of processes in one scan. The bytes that are read of each user's processes are limited."""
+    """Reads a variable from the environments of processes in one scan. It reads a limited number of bytes for each user."""
 
     def __init__(self, name: bytes, uids: Collection[int] | None) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Checks the names that people gave, puts states into words, and compares the versions of both sides of the socket.
+"""Checks the names that people gave, puts states into words, and compares the versions of a client and the broker.
 
 An administrator's program, such as a hub's service, names the administrator it acts for in the header `X-Acting-For`. The header gives no
 rights: the broker only writes the name to the audit log, and refuses the header from anyone else.
@@ -155,7 +155,7 @@ VERSION = f"{__version__}; protocol={PROTOCOL_VERSION}"
 
 
 def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
-    """Return a sentence that explains why the two versions cannot work together and what to do, or ""."""
+    """Return why a client and a broker of these versions cannot work together, and what to do, or "" if they can."""
     if client.partition("; protocol=")[2] == broker.partition("; protocol=")[2]:
         return ""
     return (

@@ -1,9 +1,9 @@
 """A host's capacity, as the broker reports it and the node agent publishes it.
 
 The agent publishes it in Slurm's `Extra` field or in an annotation of a Kubernetes node. Anyone who can read nodes can read it, such as a
-hub's spawn page or an administrator, so it has no user names. It is JSON in printable ASCII without spaces, `=` or other quotes, so that it
-passes through `scontrol` as one word. It has at most `MAX_SUMMARY` bytes. A reader checks every field, since programs other than the agent
-may write a node's record.
+hub's spawn page or an administrator, so it has no user names. It is JSON in printable ASCII without spaces, `=`,
+apostrophes or backticks, so that it passes through `scontrol` as one word. It has at most `MAX_SUMMARY` bytes. A reader checks every field,
+since programs other than the agent may write a node's record.
 """
 
 import re
@@ -59,7 +59,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no more jobs, or ""
 
     def is_stale(self, now_s: int) -> bool:
-        """Return whether the summary is too old."""
+        """Return whether the summary is too old to be relied on."""
         return now_s - self.at_s > STALE_S
 
 

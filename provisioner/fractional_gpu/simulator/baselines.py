@@ -1,7 +1,7 @@
 """Simulates, on the same trace, what users do without this project (docs/simulator.md describes these baselines).
 
-A wait of a session for a host, or of a culled kernel for GPUs, delays the rest of the session. Hosts are chosen by best fit. Whole GPUs
-come from the host with the fewest free GPUs that are enough, and a fraction from the device with the least room that is enough.
+If a session waits for a host, or its culled kernel waits for GPUs, the rest of the session is delayed. Hosts are chosen by best fit.
+Whole GPUs come from the host with the fewest free GPUs that are enough, and a fraction from the device with the least room that is enough.
 """
 
 from collections import deque

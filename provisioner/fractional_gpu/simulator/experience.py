@@ -1,6 +1,6 @@
-"""Measures how users experience sharing: waits of cells, waits for a host, lateness and stretch (docs/simulator.md defines them).
+"""Measures how long cells and sessions wait, and how late cells end (docs/simulator.md defines wait, lateness and stretch).
 
-Only GPU cells count. Times are in ms and stretches in thousandths. A cell that runs out of memory has a wait, but no lateness or stretch.
+Only GPU cells count. Times are in ms and stretches in thousandths. If a cell runs out of memory, only its wait is counted.
 The stretch is the bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 """
 

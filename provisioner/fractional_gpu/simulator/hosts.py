@@ -84,7 +84,7 @@ class DoorRule(StrEnum):
 
 
 class Door:
-    """Chooses the host of each session. `seed` is for the rule `RANDOM`, with which hosts with more devices get more sessions."""
+    """Chooses the host of each session. `seed` is for the rule `RANDOM`, which gives more sessions to hosts with more devices."""
 
     def __init__(
         self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule = DoorRule.FIT, seed: int = 1

@@ -428,7 +428,7 @@ class HostRun:
             self._save(kernel, effect)
 
     def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
-        """Ask the arbiter for more host memory if a suspend needs more than is reserved. If the host has none left, keep the kernel.
+        """Ask the arbiter for more host memory if a suspend needs more than is reserved. If the host has none left, abort the suspend.
 
         The broker does the same.
         """
@@ -509,7 +509,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel) -> bool:
-        """Return whether the swap that begins now will fail. The outcome is drawn separately for each swap."""
+        """Return whether the swap that begins now will fail. The outcome of each swap is drawn at random."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"

@@ -17,9 +17,9 @@ def fewest(
 ) -> Result:
     """Return the run that meets the goal with the fewest devices (or other `counted` units), from `least` to `most`.
 
-    The search begins at `start` and goes up or down, first by an eighth and then by twice as much each time, until one number meets the
-    goal and a smaller number misses it. Then it bisects. More devices do not always mean shorter waits (docs/simulator.md), so a much
-    smaller number may meet the goal, too. Raise SimulationError if even `most` are too few.
+    The search begins at `start` and goes up or down, first by an eighth of `start` and then by twice as much each time, until one number
+    meets the goal and a smaller number misses it. Then it bisects. More devices do not always mean shorter waits (docs/simulator.md), so
+    a much smaller number may meet the goal, too. Raise SimulationError if even `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
