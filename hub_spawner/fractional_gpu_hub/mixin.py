@@ -192,7 +192,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
 
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         folder = Path(self.gpu_seat_dir)
-        # Each server of each hub has one name, so a file overwrites that of a hub that died, but no file of another hub.
+        # Each server of each hub has one name, so a file replaces the file of a hub that died, but no file of another hub.
         name = hashlib.sha256(f"{request.hub} {self.user.name}/{self.name}".encode()).hexdigest()[:24]
         file = folder / f"{name}.json"
         seat = Seat(

@@ -8,7 +8,7 @@
 
 Outside a measurement, this does nothing. It needs only the standard library. A program in another language can do the same: if
 JUPYTER_GPU_MEASURE is set, append the line `NANOSECONDS UNITS` to that file in one write, with the time of CLOCK_MONOTONIC when the work
-was done. Wait for asynchronous work on the device first; otherwise the time is that of the submission.
+was done. Wait for asynchronous work on the device first; otherwise only its submission is timed.
 """
 
 import os

@@ -1,11 +1,13 @@
 """In this folder each file's tests share a Slurm of two nodes. Its logs are printed with a failure."""
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.support.slurm import Cluster
-from tests.support.slurm_nodes import GPUNode
+from tests.support.paths import PYTHONPATH
+from tests.support.slurm import Cluster, new_cluster
+from tests.support.slurm_nodes import GPUNode, install_scripts
 
 
 @pytest.hookimpl(wrapper=True)
@@ -24,3 +26,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
                         if (node.node.run / name).exists()
                     )
     return report
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        with new_cluster(scripts=lambda nodes: install_scripts(nodes, os.environ, "--no-groups")) as cluster:
+            yield cluster

@@ -1,7 +1,6 @@
 """examples/ondemand: sessions of Open OnDemand on a real Slurm, submitted, opened and ended as Open OnDemand does."""
 
 import json
-import os
 import re
 import sys
 import urllib.error
@@ -16,9 +15,9 @@ import pytest
 import websocket
 
 from tests.support.ondemand import Session
-from tests.support.paths import PYTHONPATH, ROOT
-from tests.support.slurm import Cluster, new_cluster
-from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
+from tests.support.paths import ROOT
+from tests.support.slurm import Cluster
+from tests.support.slurm_nodes import GPUNode, gpu_nodes
 from tests.support.slurm_site import new_environment
 from tests.support.world import DEADLINE_S, Notebook, Server, until
 
@@ -30,14 +29,6 @@ FILL = (
     f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import device; "
     "data = device.open().fill(seed=1, size=16 * 2**20); data.step(); print(data.wrong_bytes())"
 )
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", PYTHONPATH)
-        with new_cluster(scripts=lambda nodes: install_scripts(nodes, os.environ, "--no-groups")) as cluster:
-            yield cluster
 
 
 @pytest.fixture(scope="module")

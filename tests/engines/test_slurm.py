@@ -12,10 +12,10 @@ import pytest
 
 from fractional_gpu.engines.slurm import Slurm
 from fractional_gpu.protocol.nodes import parse_summary
-from tests.support.paths import PYTHONPATH, ROOT
-from tests.support.slurm import GRES, Cluster, new_cluster
+from tests.support.paths import ROOT
+from tests.support.slurm import GRES, Cluster
 from tests.support.slurm_job import JobKernel
-from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
+from tests.support.slurm_nodes import GPUNode, gpu_nodes
 from tests.support.slurm_site import new_environment
 from tests.support.stopping import stop
 from tests.support.world import until
@@ -35,14 +35,6 @@ FILL = (
     "data.step(); print(data.wrong_bytes())"
 )
 CHECK = "data.step(); print(data.wrong_bytes())"
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", PYTHONPATH)
-        with new_cluster(scripts=lambda nodes: install_scripts(nodes, os.environ, "--no-groups")) as cluster:
-            yield cluster
 
 
 @pytest.fixture(scope="module")

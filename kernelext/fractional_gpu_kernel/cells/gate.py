@@ -93,7 +93,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """Mark these cells as waiting for input. Return those of them that were running, in the given order."""
+        """Mark these cells as waiting for input. Return the ones that were running, in the given order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)

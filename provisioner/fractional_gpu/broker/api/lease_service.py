@@ -2,7 +2,7 @@
 
 The service verifies what clients claim. A process must have the peer's uid, the stated start time, and the lease's id in its environment. A
 connection must use the loopback interface. A lease's token opens that lease's routes. A seat's token opens the leases of the seat and the
-revoked leases of its user. Without a token, a uid controls its own leases, but not those of a hub's seats, because containers share uids.
+revoked leases of its user. Without a token, a uid controls its own leases, but not leases of a hub's seats, because containers share uids.
 Root, the broker's uid and the configured group control all leases. If the peer may not see a lease, the answer is "not found", so that it
 does not learn whether the lease exists.
 """

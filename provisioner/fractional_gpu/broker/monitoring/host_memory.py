@@ -99,7 +99,7 @@ class HostMemoryPressure:
 # - The old value is first written to a file, so that the next broker can restore it if this one dies.
 # - The old value is restored once the state is on a device again. New processes of the kernel inherit the lowered value. So that no user
 #   can collect protected processes, theirs is reset, too, every half minute and at the end. Only values below 0 are reset, which users
-#   cannot set themselves, and never those of root's processes, whose services have such values.
+#   cannot set themselves, and never the values of root's processes, whose services have such values.
 
 
 log = logging.getLogger(__name__)
