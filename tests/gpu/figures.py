@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -167,9 +168,23 @@ def _record(found: Mapping[str, Any]) -> Path:
     name = re.sub(r"[^a-z0-9.]+", "-", f"{machine['devices'][0]['name']}-{machine['driver']}".lower())
     RECORDED.mkdir(exist_ok=True)
     path = RECORDED / f"{name}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_condensed(found), indent=1) + "\n", encoding="utf-8")
     _see(found, path)
     return path
+
+
+def _condensed(found: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the results without what is of that one machine only; of the kernel's log, each message once, with how often it came."""
+    if isinstance(found, list):
+        return [_condensed(one) for one in found]
+    if not isinstance(found, dict):
+        return found
+    kept = {key: _condensed(value) for key, value in found.items() if key not in ("log", "kernel_log", "path")}
+    logs = found.get("kernel_log", {})
+    lines = logs if isinstance(logs, list) else [line for one in logs.values() for line in one]
+    if lines:
+        kept["kernel_log"] = dict(Counter(re.sub(r"^<\d+>\[[^]]*\] |(?<=0x)[0-9a-f]+", "", one) for one in lines))
+    return kept
 
 
 def _see(found: Mapping[str, Any], path: Path) -> None:

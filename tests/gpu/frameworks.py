@@ -110,6 +110,7 @@ holding = DriverHolding(context=True)
 holding.hold(32, 0)
 holding.also["{kind}"](32)
 """
+_NO_PREALLOCATION: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # as kernels of the broker have it
 _LOADED: Final = Held(_TENSOR + _LOADER, "assert is_there() and take()")
 _HELD: Final = {
     "torch-graph": Held(_TENSOR + _GRAPH, "assert is_there() and replayed(4.0)"),
@@ -126,7 +127,7 @@ _HELD: Final = {
     "torch-compile": Held(_TENSOR + _COMPILE, "assert is_there() and is_right(777)", needs=("torch", "cc")),
     "torch-loader": _LOADED,
     "torch-loader-job-file": _LOADED._replace(job_file=True),
-    "jax": Held(_JAX, "assert int(added(held % 1000)) == before", needs=("jax",)),
+    "jax": Held(_JAX, "assert int(added(held % 1000)) == before", needs=("jax",), environment=_NO_PREALLOCATION),
     "cupy": Held(_CUPY, "assert int((held * 3).sum()) == before", needs=("cupy",)),
     "numba": Held(_NUMBA, "assert (held.copy_to_host() == 2 * numpy.arange(1 << 16)).all()", needs=("numba",)),
     **{

@@ -173,13 +173,13 @@ class Lab:
 
         return until(ask, what)
 
-    def operations(self) -> list[tuple[str, str]]:
-        """The kinds and phases of what is under way, from the ledger, whether or not a broker lives."""
+    def moving(self) -> set[str]:
+        """The states of leases that are between the device and the host, from the ledger, whether or not a broker lives."""
         name = "ledger-simulated.sqlite" if self.simulated else "ledger.sqlite"
         (path,) = (self.folder / "state" / "jupyter-gpu").glob(f"*/*/{name}")
-        uri = f"{path.as_uri()}?mode=ro"
-        with closing(sqlite3.connect(uri, uri=True, timeout=5.0)) as connection:
-            return connection.execute("SELECT kind, phase FROM operations WHERE finished_ms IS NULL").fetchall()
+        ask = "SELECT json_extract(document, '$.state') FROM leases WHERE ended_ms IS NULL"
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+            return {state for (state,) in connection.execute(ask) if state in ("suspending", "resuming")}
 
     @contextmanager
     def slowed(self, operation: str, milliseconds: int) -> Iterator[None]:

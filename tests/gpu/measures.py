@@ -21,6 +21,7 @@ __all__ = ["ITEMS"]
 _START_S: Final = 30.0
 _ANSWER_S: Final = 60.0
 _NVML_TIMES: Final = 30
+_WORK_MS, _AFTER_S, _LOOK_S = 3000, 20.0, 0.5  # how long the work takes, how long to look after it, and how often
 _LOWEST_MIB: Final = -128  # free beyond what was saved: a restore surely fails there
 _HIGHEST_MIB: Final = 512  # and surely succeeds there
 _CLOSE_MIB: Final = 8
@@ -165,12 +166,47 @@ def nvml_times(setting: Setting, note: Note) -> None:
     note("calls", {name: _milliseconds(seconds) for name, seconds in sorted(timed.times.items())})
 
 
+def samples_after_work(setting: Setting, note: Note) -> None:
+    """What NVML reports of a process's work in the seconds after it ended: the stamps of samples, relative to that end, and their rates."""
+    from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor  # noqa: PLC0415 - only this needs the project
+
+    nvml = importlib.import_module("pynvml")
+    with setting.hold() as holder, closing(NvidiaMonitor()) as monitor:
+        device = min(monitor.devices(), key=lambda one: one.index).device_id
+        handle = nvml.nvmlDeviceGetHandleByUUID(device)
+        holder.ask(_START_S, do="hold", mib=setting.small_mib, cached_mib=0)
+        begun_us = time.time_ns() // 1000
+        holder.ask(_START_S, do="spin", ms=_WORK_MS)
+        holder.ask(_ANSWER_S, do="check")
+        end_us, end_boot_us = time.time_ns() // 1000, since_boot_us()
+        note("worked_s", round((end_us - begun_us) / 1e6, 2))
+        rows = []
+        while (after_s := (time.time_ns() // 1000 - end_us) / 1e6) < _AFTER_S:
+            row: dict[str, object] = {"after_s": round(after_s, 2)}
+            since = {"since its end": end_us, "since 2 s ago": end_us + int((after_s - 2) * 1e6), "all": 0}
+            for name, since_us in since.items():
+                try:
+                    found = nvml.nvmlDeviceGetProcessUtilization(handle, since_us)
+                except nvml.NVMLError as error:
+                    row[name] = str(error)
+                    continue
+                row[name] = [[round((one.timeStamp - end_us) / 1e6, 2), one.smUtil, one.memUtil] for one in found]
+            row["device_percent"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            seen = monitor.activity(device, end_boot_us)
+            if seen is not None:
+                row["worked_until_s"] = [round((at_us - end_boot_us) / 1e6, 2) for at_us in seen.worked_us.values()]
+            rows.append(row)
+            note("then", rows)
+            time.sleep(_LOOK_S)
+
+
 def _milliseconds(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": round(statistics.median(seconds) * 1e3, 3), "worst_ms": round(max(seconds) * 1e3, 3)}
 
 
 ITEMS: Final = {
     "context-torch": Item(act=context_with_torch, longest_s=150, needs=("driver", "torch")),
+    "samples-after-work": Item(act=samples_after_work, longest_s=60, needs=("driver",)),
     "nvml-times": Item(act=nvml_times, longest_s=60, needs=("driver",)),
     "margin": Item(act=margin, longest_s=120),
 }

@@ -141,14 +141,23 @@ class FakeNVML(ModuleType):
 
     def nvmlDeviceGetProcessUtilization(self, gpu: FakeGPU, since: int) -> list[SimpleNamespace]:  # noqa: N802
         self._enter("nvmlDeviceGetProcessUtilization", gpu)
-        found = [
-            SimpleNamespace(pid=pid, timeStamp=stamp, smUtil=busy, memUtil=0, encUtil=0, decUtil=0)
-            for pid, stamp, busy in gpu.samples
-            if stamp > since
-        ]
-        if not found:
+        newer: dict[int, list[tuple[int, int]]] = {}
+        for pid, stamp, busy in gpu.samples:
+            if stamp > since:
+                newer.setdefault(pid, []).append((stamp, busy))
+        if not newer:
             raise NVMLError(NOT_FOUND)
-        return found
+        return [  # as an H200 with driver 580 does: one for each process, the mean since then
+            SimpleNamespace(
+                pid=pid,
+                timeStamp=max(stamp for stamp, _ in rows),
+                smUtil=sum(busy for _, busy in rows) // len(rows),
+                memUtil=0,
+                encUtil=0,
+                decUtil=0,
+            )
+            for pid, rows in newer.items()
+        ]
 
     def nvmlDeviceGetMPSComputeRunningProcesses(self, gpu: FakeGPU) -> list[SimpleNamespace]:  # noqa: N802
         self._enter("nvmlDeviceGetMPSComputeRunningProcesses", gpu)

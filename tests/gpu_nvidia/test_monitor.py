@@ -192,6 +192,40 @@ def test_a_sample_that_may_tell_of_an_earlier_time_is_not_taken_for_work_since()
     assert activity.worked_us == {}
 
 
+def test_work_that_has_ended_is_not_reported_again_though_the_driver_means_over_all_time_since() -> None:
+    """A process works until second 10; the driver samples every 0.2 s. The monitor is asked at once and then every second."""
+    now_s, gpu = 10.05, FakeGPU(samples=[(7, 9_850_000, 100), (7, 10_050_000, 20)], processes={7: 1})
+    later = [(7, 10_050_000 + 200_000 * number, 0) for number in range(1, 80)]
+    monitor = NvidiaMonitor(
+        nvml=FakeNVML(gpu),
+        bindings=lambda: "",
+        clock=WallClock(lambda: int(now_s * 1e9), lambda: int(now_s * 1e9)),
+    )
+    last_us = []
+    for second in range(12):
+        now_s = 10.05 + second
+        gpu.samples += [one for one in later if one not in gpu.samples and one[1] <= now_s * 1e6]
+        activity = monitor.activity(gpu.uuid, 10_000_000)
+        assert activity is not None
+        last_us.append(activity.worked_us.get(7, 0))
+    assert set(last_us) == {0}, "only a sample that began earlier contains the work"
+
+
+def test_work_that_goes_on_is_reported_at_each_look_however_rare_they_are() -> None:
+    gpu, now_s = FakeGPU(processes={7: 1}), 10.0
+    monitor = NvidiaMonitor(
+        nvml=FakeNVML(gpu),
+        bindings=lambda: "",
+        clock=WallClock(lambda: int(now_s * 1e9), lambda: int(now_s * 1e9)),
+    )
+    for pause_s in (0.0, 0.5, 1.0, 1.0, 2.0, 9.0, 30.0):
+        now_s += pause_s
+        gpu.samples = [(7, int(now_s * 1e6) - 200_000 * number, 30) for number in range(70)]
+        activity = monitor.activity(gpu.uuid, 8_000_000)
+        assert activity is not None
+        assert activity.known_until_us - activity.worked_us[7] <= SECOND, "it would count as quiet after two seconds"
+
+
 @pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, NO_PERMISSION])
 def test_a_device_that_does_not_tell_who_works_is_asked_for_nothing_more(number: int) -> None:
     gpu = FakeGPU(fails={"nvmlDeviceGetProcessUtilization": number})
@@ -213,7 +247,7 @@ def test_what_processes_used_is_the_mean_of_their_sane_samples_since_then() -> N
     now = time.time_ns() // 1000
     far = now + 3600 * SECOND
     samples = [(7, now - SECOND, 80), (7, now, 30), (8, now, 0), (9, now - 3 * SECOND, 50), (0, now, 9)]
-    absurd = [(7, now, 37_100), (10, far, 50), (11, 1 << 62, 20)]
+    absurd = [(12, now, 37_100), (10, far, 50), (11, 1 << 62, 20)]
     found = measured(FakeGPU(samples=samples + absurd, busy=90))
     assert found.by_pid == {7: 550, 8: 0}
     assert found.device_milli == 900

@@ -142,7 +142,7 @@ def test_on_a_double_of_the_driver_the_table_tells_speeds_and_says_that_they_are
 
 
 def test_the_tests_with_kernels_run_on_a_double_of_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    arguments = (*run_all._PYTEST, "tests/gpu/test_swaps.py", "-k", "really_free")
+    arguments = (*run_all._PYTEST, *run_all._BROKER, "-k", "really_free or killed or restarted")
     monkeypatch.setattr(run_all, "STEPS", {"tests": Step(arguments=arguments, longest_s=120, part=1)})
     assert main([str(tmp_path), "--double"]) == 0, (tmp_path / "tests.log").read_text()
     assert summary(tmp_path)[2].startswith("| test_memory_is_really_free_while_a_kernel_is_suspended | passed |")
@@ -233,10 +233,10 @@ def test_a_recorded_run_is_a_row_of_the_devices_that_were_seen(tmp_path: Path, m
     assert f"{key}; not: jax; {ends}\n" in recorded("one", H100, 801)
     again = recorded("two", H100, 0)
     assert f"{key}, jax; not: none; {ends}\n" in again
-    assert again.count("| 580.159.04 |") == 1, "the earlier row stayed"
+    assert again.count("| 580.159.04 | NVIDIA H100 ") == 1, "the earlier row stayed"
     other = recorded("three", {**H100, "driver": "615.10"}, 0)
-    assert "| 580.159.04 |" in other
+    assert "| 580.159.04 | NVIDIA H100 " in other
     assert "| 615.10 |" in other
-    assert [line for line in other.splitlines() if not line.startswith(("| 580.159.04", "| 615.10"))] == [
+    assert [line for line in other.splitlines() if not line.startswith(("| 580.159.04 | NVIDIA H100", "| 615.10"))] == [
         line for line in before.splitlines() if not line.startswith("| none")
     ]

@@ -234,8 +234,8 @@ class Pool(HasTraits):
     )
     checkpoint_children = Setting(
         values.boolean, False, True, to="checkpoint_children",
-        help="Suspend kernels that have forked children since they began to use CUDA (DataLoader workers), with NVIDIA's driver 590.44 "
-        "or newer. Their processes start in checkpoint jobs. Not yet seen on hardware.",
+        help="Suspend kernels that have forked children since they began to use CUDA (DataLoader workers), with NVIDIA's driver 580.159 "
+        "or newer. Their processes start in checkpoint jobs.",
     )
     exclusive = Setting(
         values.boolean, False, True, to="exclusive",

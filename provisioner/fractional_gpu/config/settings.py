@@ -28,7 +28,7 @@ from fractional_gpu.config.model_servers import parse_yielders
 from fractional_gpu.config.pools import POOL_KEYS, Pool, parse_pools
 from fractional_gpu.config.values import ConfigError, Setting, config_error, did_you_mean, settings_of
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
-from fractional_gpu.core.units import format_fraction, format_memory, restore_margin_mib
+from fractional_gpu.core.units import RESTORE_MARGIN_MIB, format_fraction, format_memory
 
 DRIVER_MIB = 300  # for each real device
 _USUAL_FRACTION_MILLI = 250
@@ -73,7 +73,7 @@ class Settings(HasTraits):
     device_overhead = Setting(
         values.optional(values.memory), None, "500MiB",
         help="The memory on each device that no kernel may reserve. The driver needs it, and so do restores: a restore onto a full "
-        "device kills the process. None: 300MiB plus 2 % of the device (at least 256MiB) on real devices, 0 on simulated ones.",
+        "device kills the process. None: 556MiB on real devices, 0 on simulated ones.",
     )
     lock_timeout = Setting(
         values.duration(least_ms=10), "2s", "5s",
@@ -305,14 +305,14 @@ class Settings(HasTraits):
         amount, is_share = self.host_memory
         return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
-    def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
+    def overhead_mib(self, *, simulated: bool) -> int:
         """Return the device memory in MiB that no lease may have.
 
-        This is the driver's own memory and the margin that must stay free when the largest kernel is restored.
+        This is the driver's own memory and the margin that must stay free when a kernel is restored.
         """
         if self.device_overhead is not None:
             return self.device_overhead
-        return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
+        return 0 if simulated else DRIVER_MIB + RESTORE_MARGIN_MIB
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
         """Return the devices among the host's `devices` that this broker manages, in the order of their numbers. Raises ConfigError."""

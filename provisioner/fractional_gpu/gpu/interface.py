@@ -102,7 +102,7 @@ class DeviceActivity:
 
     known_until_us: int  # the end of the period that the device has reported
     settle_us: int  # a device may report work as running for this long after the work has ended
-    worked_us: Mapping[int, int]  # when each process last worked, by pid
+    worked_us: Mapping[int, int]  # when each process last worked, by pid; only the last 10 s are complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
             device_id=one.device_id,
             name=one.name,
             memory_mib=one.memory_mib,
-            overhead_mib=settings.overhead_mib(one.memory_mib, simulated=backend.simulated),
+            overhead_mib=settings.overhead_mib(simulated=backend.simulated),
             why_not=one.why_not,
             why_no_move=one.why_no_move,
         )

@@ -19,7 +19,7 @@ from fractional_gpu.broker.swap.suspend import SHRINK_TIMEOUT_S, CheckpointCheck
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.units import format_memory, restore_margin_mib
+from fractional_gpu.core.units import RESTORE_MARGIN_MIB, format_memory
 from fractional_gpu.gpu.interface import GPUError, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, is_alive
@@ -160,7 +160,7 @@ class Swaps:
             free_mib = host.free_mib(device_id)
             margin_mib = 0
             if not host.is_alone(pids, device_id):
-                margin_mib = min(restore_margin_mib(need_mib), self._overhead_mib.get(device_id, 0))
+                margin_mib = min(RESTORE_MARGIN_MIB, self._overhead_mib.get(device_id, 0))
             if free_mib < need_mib + margin_mib:
                 margin = f" and a margin of {format_memory(margin_mib)}" if margin_mib else ""
                 return f"the device has {format_memory(free_mib)} free, but the kernel needs {format_memory(need_mib)}{margin}"

@@ -56,7 +56,7 @@ class MachineOptions:
                 device_id=f"simulated-{number}",
                 name=f"simulated-{mib}",
                 memory_mib=mib,
-                overhead_mib=settings.overhead_mib(mib, simulated=True) if settings is not None else 0,
+                overhead_mib=settings.overhead_mib(simulated=True) if settings is not None else 0,
             )
             for number, mib in enumerate(sizes)
         )

@@ -1,4 +1,4 @@
-"""Checkpoint jobs, with which the driver (590.44 or newer) can checkpoint a process that has running forked children.
+"""Checkpoint jobs, with which the driver can checkpoint a process that has running forked children.
 
 When a program starts, its variable `CUDA_CHECKPOINT_JOB_FILE` names the job's file. Callers of the checkpoint API name the same file. It is
 a memfd of the program, which the program's forked children inherit. Operations on the processes of one job must not overlap.

@@ -5,8 +5,9 @@ so a driver that is loaded later is found. `devices()` leaves out lost devices, 
 mode, `devices()` lists the instances. Activity, power and energy are missing for instances, because NVML does not document them there. The
 memory that the driver reserves counts neither as available nor as used.
 
-The hard part is the driver's utilisation samples. A sample covers up to one second before its time stamp, so a process may seem busy for a
-while after its work has ended.
+The hard part is the driver's utilisation samples. Asked for samples since a time, the driver returns one for each process: its mean rate
+since that time, with the time stamp of the newest sample. (Seen with driver 580 on an H200, which samples every 0.2 s or so and remembers
+14 s.) So a process that worked once since then seems to work ever after. `activity` therefore asks for the time since it last asked.
 """
 
 import importlib
@@ -76,6 +77,7 @@ _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NO
 _CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
 _SAMPLE_LATE_US: Final = 250_000  # the driver may publish a sample this late
 _SETTLE_US: Final = 1_000_000  # the longest period of a sample
+_REMEMBERED_US: Final = 10_000_000  # how long `activity` remembers that a process worked
 _AHEAD_US: Final = 1_000_000  # a stamp further ahead is wrong, and the process would seem busy until then
 _FULL: Final = 100  # percent; NVML is known to report up to 37,100 %
 _AT_WORK: Final = 10  # percent; above this, processes are working on the device
@@ -115,6 +117,9 @@ class NvidiaMonitor:
         self._steps = 0  # how often the wall clock was set
         self._steps_known: dict[str, int] = {}  # `_steps` at the last reading of activity, by device
         self._steps_measured: dict[str, int] = {}  # `_steps` at the last reading of utilisation, by device
+        self._reading = threading.Lock()
+        self._known_until_us: dict[str, int] = {}  # since boot, at the last reading of activity, by device
+        self._worked_us: dict[str, dict[int, int]] = {}  # the same: when each process worked, by device and pid
         # The pids and time stamps of the samples around the last clock change, by device. Their stamps may be from before or after the
         # change, so they never count.
         self._ambiguous: dict[str, set[tuple[int, int]]] = {}
@@ -184,26 +189,36 @@ class NvidiaMonitor:
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
         if device_id.startswith(_MIG) or not self._start():
             return None
-        was_set = self._was_set(device_id, self._steps_known)
-        offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
-        with translated(self._nvml, f"reading the processes on device {device_id}"):
-            samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
-        if samples is None:
-            return None
-        if was_set:
-            self._ambiguous[device_id] = {(sample.pid, sample.stamp_us) for sample in samples}
-            self._steps_known[device_id] = self._steps
-        ambiguous = self._ambiguous.get(device_id, set())
-        worked_us: dict[int, int] = {}
-        for sample in samples:
-            stamp_us = sample.stamp_us - offset_us
-            if (sample.pid, sample.stamp_us) in ambiguous:
-                continue
-            if stamp_us <= now_us + _AHEAD_US and sample.is_sane and any(sample.rates):
-                at_us = min(stamp_us, now_us) - _SAMPLE_LATE_US
-                worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
-        worked_us = {pid: at_us for pid, at_us in worked_us.items() if at_us > since_us}
-        return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
+        with self._reading:
+            was_set = self._was_set(device_id, self._steps_known)
+            offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
+            known_us = self._known_until_us.get(device_id, 0)
+            begin_us = known_us if known_us > since_us - _REMEMBERED_US else max(0, since_us)
+            with translated(self._nvml, f"reading the processes on device {device_id}"):
+                samples = self._read(device_id, partial(self._samples, begin_us + offset_us))
+            if samples is None:
+                return None
+            if was_set:
+                self._ambiguous[device_id] = {(sample.pid, sample.stamp_us) for sample in samples}
+                self._steps_known[device_id] = self._steps
+            ambiguous = self._ambiguous.get(device_id, set())
+            worked_us = self._worked_us.setdefault(device_id, {})
+            for sample in samples:
+                stamp_us = sample.stamp_us - offset_us
+                if (sample.pid, sample.stamp_us) in ambiguous:
+                    continue
+                if stamp_us <= now_us + _AHEAD_US and sample.is_sane and any(sample.rates):
+                    # The work was at some time since `begin_us`, or earlier if the sample's own period began earlier.
+                    at_us = min(stamp_us, now_us) - _SAMPLE_LATE_US
+                    at_us = min(at_us, max(at_us - _SETTLE_US, begin_us + 1))
+                    worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
+            self._worked_us[device_id] = {pid: us for pid, us in worked_us.items() if us > now_us - _REMEMBERED_US}
+            self._known_until_us[device_id] = now_us - _SAMPLE_LATE_US
+            return DeviceActivity(
+                known_until_us=now_us - _SAMPLE_LATE_US,
+                settle_us=_SETTLE_US,
+                worked_us={pid: us for pid, us in worked_us.items() if us > since_us},
+            )
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
         if device_id.startswith(_MIG) or not self._start():
