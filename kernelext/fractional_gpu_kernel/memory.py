@@ -342,7 +342,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads this variable. Return False if the environment is another process's."""
+        """Return whether the installed package reads this variable. Return False if the variables are for another process."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -412,7 +412,7 @@ _HOLDERS = frozenset([
     "torch", "cupy", "jax", "tensorflow", "numba.cuda", "paddle", "mxnet", "warp", "taichi", "pycuda.driver", "cuda.core", "rmm",
     "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "fractional_gpu.gpu.simulated.cuda",
 ])  # fmt: skip
-"""Packages whose objects own device memory. A package that is missing here only means that more bytes are copied. No state is lost."""
+"""Packages whose objects own device memory. If a package is missing here, a suspend copies more bytes, but no state is lost."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 

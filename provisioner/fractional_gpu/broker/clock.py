@@ -44,7 +44,7 @@ class DeadlineClock:
     """The clock for the deadlines of pins and unconfirmed seats. It survives broker restarts and reboots.
 
     Its time is in milliseconds since 1970. Because setting the wall clock must not end a pin, the wall clock is read only once per boot.
-    `start_ms` is the boot's time according to that reading, and is kept in the ledger. `since_boot` returns nanoseconds.
+    `start_ms` is the time of the boot according to that reading, and is kept in the ledger. `since_boot` returns nanoseconds.
     """
 
     def __init__(self, start_ms: int, since_boot: Callable[[], int] = since_boot_ns) -> None:

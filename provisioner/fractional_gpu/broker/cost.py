@@ -2,7 +2,7 @@
 
 - An account belongs to a seat if a token or a control group proves the seat, and otherwise to a user. It pays for the processor time that
   the user's work takes on the loop (`metered`) and in threads (`lanes.PAYER`), and for each request, message and byte. Elapsed time costs
-  nothing, so a slow machine makes no account overdrawn.
+  nothing, so a slow machine does not overdraw any account.
 - An account gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. While it is overdrawn, it waits, and the broker reads
   only the heads of its requests, and no messages of its kernels. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
 - Requests that others may be waiting for (an extension's answer, the end of a lease) are served until the account owes `COST_RESERVE_S`.

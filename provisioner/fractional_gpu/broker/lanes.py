@@ -24,7 +24,7 @@ PAYER: Final[ContextVar[Callable[[float], None] | None]] = ContextVar("payer", d
 
 
 class Lane:
-    """A pool of `count` threads. `start` it before the broker serves requests, because the system may be out of threads later."""
+    """A pool of `count` threads. Call `start` before the broker serves requests, because the system may be out of threads later."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count

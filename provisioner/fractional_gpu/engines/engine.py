@@ -23,7 +23,7 @@ class EngineUnavailableError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node as the engine reports it. Each count is of a resource, by the engine's name for it and in the engine's unit."""
+    """A node as the engine reports it. Counts are in the engine's unit, and their keys are the engine's names of the resources."""
 
     counts: Mapping[str, int]  # how much the engine may allocate
     in_use: Mapping[str, int]  # how much the engine has allocated
@@ -34,7 +34,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWrite:
-    """The count to write for each resource, by the engine's name for it, and the summary. Two equal writes have the same effect."""
+    """The counts to write, by the engine's names of the resources, and the summary. Two equal writes have the same effect."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     summary: str = ""

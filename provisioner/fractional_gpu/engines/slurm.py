@@ -22,7 +22,7 @@ from pathlib import Path
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 
 OPEN, CLOSED, SHARD = "open", "closed", "shard"
-"""The type that jobs request, the type for the rest, and Slurm's own GRES for parts of a GPU."""
+"""The GRES type that jobs request, the type for milli-GPU that no job may have, and Slurm's own GRES for parts of a GPU."""
 
 _CONF = "/etc/slurm/slurm.conf"
 TIMEOUT_S = 10.0

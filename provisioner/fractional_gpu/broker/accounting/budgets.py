@@ -77,7 +77,7 @@ def party_of(spec: LeaseSpec) -> Party:
 
 
 class BudgetKeeper:
-    """One broker's budgets, used on its loop. `terms` returns the configuration of a pool, and `wall` returns ms since 1970."""
+    """The budgets of one broker. Not thread-safe. `terms` returns the configuration of a pool, and `wall` returns ms since 1970."""
 
     def __init__(
         self,

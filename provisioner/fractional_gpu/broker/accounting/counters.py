@@ -28,7 +28,7 @@ _OTHER: Final = ("", "other")
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """A counter, the meter's field that it counts, and how many units of the meter make up one unit of the counter."""
+    """A counter for Prometheus. It exports `field` of the meter's figures, divided by `per_unit`."""
 
     name: str
     help: str
@@ -77,10 +77,10 @@ _Sums = defaultdict[str, Counter[tuple[str, ...]]]  # by the metric's name and i
 
 
 class UsageCounters:
-    """The counters of one broker's meter, used on its loop. `users` contains user names, `pools` does not."""
+    """The counters of one broker's meter. The collector `users` contains user names, and the collector `pools` does not."""
 
     def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
-        """`pools` returns the names of the configured pools. Each pool's counters exist, at 0, before anything is counted."""
+        """`pools` returns the names of the configured pools. Each pool's counters exist from the start, with the value 0."""
         self._metering = metering
         self._pools = pools
         self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users that have their own label

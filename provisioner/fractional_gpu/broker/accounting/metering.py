@@ -53,7 +53,7 @@ def local_time(number: int) -> LocalTime:
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
-    """What one broker's meter saves for the next: energy in mJ, power in mW, and the time of the last write in ms since boot."""
+    """What a broker's meter saves for the next broker: energy in mJ, power in mW, and the time of the last write in ms since boot."""
 
     boot_id: str = ""
     written_ms: int = 0
@@ -86,7 +86,7 @@ class Metering:
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with the figures of each write
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Continue the count from the previous broker's last write. The arbiter must know devices and pools. Raises LedgerError."""
+        """Continue the count from the previous broker's last write. The arbiter must already know devices and pools. Raises LedgerError."""
         state = _read_state(ledger)
         same_boot = state.boot_id == self._boot_id
         if same_boot:

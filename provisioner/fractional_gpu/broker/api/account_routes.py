@@ -1,4 +1,4 @@
-"""The routes for the use and costs of leases. `broker.accounting.reports` decides which peer sees which figures."""
+"""The HTTP routes that report how much leases used and what it costs. `broker.accounting.reports` decides which peer sees which figures."""
 
 import time
 from typing import Any

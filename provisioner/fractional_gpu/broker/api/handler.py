@@ -249,7 +249,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
-        """Audit an administrator's action and its outcome, except what any user may do to their own lease."""
+        """Audit an administrator's action and its outcome. Actions that any user may perform on their own lease are not audited."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described

@@ -253,7 +253,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if only other starting kernels of the user cause a refusal. This happens when JupyterLab restores a session."""
+        """Wait a moment if the lease would be refused because other kernels of the user start, as when JupyterLab restores a session."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))

@@ -454,7 +454,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Close connections that other processes open to see who holds `claim`. With a full queue of connections none could see it."""
+    """Close the connections that other processes open to find out who holds `claim`. They could not find out if the queue were full."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

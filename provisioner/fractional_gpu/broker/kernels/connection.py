@@ -92,10 +92,7 @@ def connection_from_json(info: object) -> Connection:
 
 
 def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
-    """Check the endpoints of a kernel with this user and pid. Raises ValueError with one sentence.
-
-    Blocks, because folders may be on a network filesystem.
-    """
+    """Check the endpoints of a kernel with this user and pid. Raises ValueError. Blocks, because folders may be on a network filesystem."""
     for endpoint in (connection.iopub, connection.shell):
         transport, _, address = endpoint.partition("://")
         if transport == "ipc":

@@ -1,4 +1,4 @@
-"""Ends processes, and explains an eviction to the kernel that follows.
+"""Ends processes, and explains an eviction to the user of the next kernel.
 
 - A process is identified by its start time and signalled through its pidfd, first with SIGTERM and after a grace period with SIGKILL. The
   caller keeps listing the remaining processes, since they may start others while they end.
@@ -26,7 +26,7 @@ _MOST: Final = 1000
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
-    """End the processes that `left` returns, until it returns no more. `what` describes them in errors.
+    """End the processes that `left` returns, until it returns none. `what` describes them in errors.
 
     Raises ConflictError if a process does not end, or if the broker is not permitted to signal it. If cancelled, signalled processes still
     end.
@@ -89,7 +89,7 @@ class Evictions:
         self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
 
     def begin(self, kernel: Kernel, who: str, why: str) -> str:
-        """Record who ends the kernel and why. Return the sentence about this that the next kernel's user gets."""
+        """Record who ends the kernel and why. Return the sentence that explains this to the user of the next kernel."""
         ended = f"at {time.strftime('%H:%M', time.localtime())}{why}."
         if kernel.launch.command:
             kernel.notices.append(f"{who} ended this command {ended}")
@@ -105,5 +105,5 @@ class Evictions:
         self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
-        """Return the sentence that tells a new kernel why the earlier one was ended, but only once. Return "" if none was evicted."""
+        """Return why the previous kernel was evicted, or "" if it was not. Only the first call returns the sentence."""
         return self._sentences.pop((kernel.uid, kernel.facts.kernel_id), "")

@@ -93,7 +93,7 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 
 
 class IOPubWatch:
-    """Watches one kernel, and charges its account for it.
+    """Watches the messages of one kernel, and charges this work to its user's account.
 
     `busy` is also true while the watch is in doubt. `executing` is true only if the kernel is certainly handling a message. The watch calls
     `changed()` on the loop when its busy messages change. If a message is a sign that a cell will run soon, it calls `signed(sign)` first.

@@ -361,7 +361,7 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec, *, in_job: bool = False)
 
 
 def remove_books(lease_id: str) -> None:
-    """Remove the file in which HAMi-core, which caps memory, counted an ended lease. Do nothing if the broker may not remove it."""
+    """Remove the file in which HAMi-core counted the memory of an ended lease. Do nothing if the broker may not remove it."""
     with suppress(PermissionError):
         _books(lease_id).unlink(missing_ok=True)
 

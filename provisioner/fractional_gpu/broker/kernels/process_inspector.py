@@ -1,10 +1,10 @@
 """Finds out the current state of kernels from the operating system, the driver and the devices.
 
 A `HostSnapshot` is one pass over /proc and one reading of each requested device. Several checks may share a snapshot, but only a new one
-gives certainty. If no device counts a CUDA process, its size is at most the memory that devices charge to no process, provided they are
-known to count the pids that are visible here. Otherwise its size is unknown. A process that forked from a CUDA process without executing a
-program inherited a context that it cannot use. The driver's answers about it are meaningless. The driver is not asked about a stopped
-process, because it would never answer.
+gives certainty. If no device lists a CUDA process, the process uses at most the memory that devices charge to no process. This holds only
+if devices are known to list pids of this pid namespace. Otherwise the memory use is unknown. A process that forked from a CUDA process
+without executing a program inherited a context that it cannot use. The driver's answers about it are meaningless. The driver is not asked
+about a stopped process, because it would never answer.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
 FRESH_S = 0.25  # processes read longer ago are read again, even for a first look
 NOMINAL_MIB = 64
-"""The least memory in MiB that is assumed for a CUDA process that no device counts."""
+"""The least memory in MiB that is assumed for a CUDA process that no device lists."""
 
 # A failed worker says nothing about the process in question.
 _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
@@ -38,7 +38,7 @@ class HostSnapshot:
     uses: Mapping[str, DeviceUse]
 
     def used_mib(self, pid: int) -> int:
-        """Return the memory that the process holds on all devices, or 0 if no device counts it."""
+        """Return how many MiB the process holds on all devices together, or 0 if no device lists it."""
         return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
 
     def free_mib(self, device_id: str) -> int:
@@ -91,8 +91,8 @@ class ProcessScans:
 class ProcessInspector:
     """Classifies a kernel's processes.
 
-    `off` explains why the driver cannot be queried. If it is set, only the devices' counts are known. `counts_processes` means that a
-    device is known to count CUDA processes by the pids that they have in this pid namespace.
+    `off` explains why the driver cannot be queried. If it is set, only the memory that devices list for each process is known.
+    `counts_processes` means that a device is known to list CUDA processes by their pids in this pid namespace.
     """
 
     def __init__(self, monitor: Monitor, worker: WorkerLink, *, off: str = "") -> None:

@@ -65,9 +65,9 @@ class HostMemoryPressure:
         self._rooms: dict[str, tuple[int, float]] = {}  # by lease: its pid, and when to read its room again
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
-        """Return the leases that are short of memory, or an empty set if the whole machine is. `pids` maps leases to processes.
+        """Return the leases that are short of memory, or an empty set if the whole machine is short of memory.
 
-        Raises OSError or ValueError.
+        `pids` maps leases to processes. Raises OSError or ValueError.
         """
         if not pids or self._system().mib == 0:
             return set()
@@ -106,7 +106,7 @@ log = logging.getLogger(__name__)
 
 _OWN_ADJUSTMENT: Final = -500
 _OWN_NICENESS: Final = -10  # users' computations share the processor time that the broker leaves
-"""Values for the broker and its worker. The killer chooses them after all users' processes, but before vital services."""
+"""Values for the broker and its worker. If memory runs out, Linux kills them after users' processes and before vital services."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})

@@ -101,7 +101,7 @@ class Sampler:
     async def refresh(self) -> None:
         """Take a new sample for a caller that needs current figures.
 
-        Concurrent callers share a sample, and samples keep their distance, so that callers cannot keep the broker busy.
+        Concurrent callers share a sample, and there is a pause between samples, so that callers cannot keep the broker busy.
         """
         asked_s = time.monotonic()
         async with self._sampling:

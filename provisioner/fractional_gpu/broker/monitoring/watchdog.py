@@ -46,7 +46,7 @@ async def notify_systemd() -> None:
 def watchdog(
     limit_ms: int | None, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """Watch the event loop within the `with` block. If the loop is blocked for `limit_ms` (None: no limit), call `end(exit_status)`."""
+    """Watch the event loop within the `with` block. If it is blocked for `limit_ms`, call `end(exit_status)`. None means no limit."""
     if limit_ms is None:
         yield
         return

@@ -208,7 +208,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def remove_token_file(lease_id: str, path: str, uid: int) -> None:
-    """Remove the token file of a lease of this user that has ended. Ignore files with other names. Blocks while the filesystem hangs."""
+    """Remove the token file of this user's ended lease, if it is named `LEASE*.token`. Blocks while the filesystem hangs."""
     file = PurePath(path)
     if not (file.name.startswith(lease_id) and file.name.endswith(_SUFFIX)):
         return

@@ -42,7 +42,7 @@ class _FoundLease:
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Tell the arbiter the real states of the ledger's leases and of the `lost` ones. Pools and devices must already be known."""
+    """Tell the arbiter the real states of the ledger's leases and of the `lost` leases. It must already know the pools and devices."""
     begun_s = time.monotonic()
     records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})

@@ -186,7 +186,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the expected, shortest and longest time until `position` of the pool's seats have ended. The pool has `seats` seats."""
+        """Return the expected, shortest and longest time until `position` of the pool's `seats` seats have ended."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None

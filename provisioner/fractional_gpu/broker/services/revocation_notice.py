@@ -206,7 +206,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return the devices that a notice drained. Each maps to the `evict_busy` of its drain before the notice, or else to None."""
+        """Return the devices that were drained for a notice, with the `evict_busy` of an earlier drain or None if there was none."""
         if self._drained is None:
             text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
             try:

@@ -1,4 +1,4 @@
-"""Compares the devices' counts per process with the broker's records, to enforce caps and claims and to show use.
+"""Compares the memory that devices list for each process with the broker's records, to enforce caps and claims and to show use.
 
 - The arbiter decides when a lease breaches its cap. The lease's notebook then gets a notice. If the pool says `kill`, the lease's processes
   that use a device are killed at once.
@@ -235,7 +235,7 @@ class ContextLearner:
         return device_ids == self._broker.records.may_use(kernel)
 
     def _learn(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
-        """Learn the size of the context of a kernel with one device. For several devices, the division among them is unknown."""
+        """Learn the size of a kernel's context, if the kernel has one device. With several devices, the size on each is unknown."""
         reserved_mib = kernel.link.reserved_mib if kernel.link is not None else None
         view = self._broker.arbiter.lease(kernel.lease_id)
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None

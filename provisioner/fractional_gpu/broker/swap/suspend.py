@@ -110,7 +110,7 @@ def _check_idle(kernel: Kernel) -> None:
 
 
 class Suspension:
-    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel has done no work. If it is None, all are quiet."""
+    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel does no work. If it is None, all are quiet."""
 
     def __init__(
         self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, check: CheckpointCheck | None
@@ -258,7 +258,7 @@ class Suspension:
     async def _use(
         self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return the result of `ProcessInspector.memory_use`, and whether no running cell could create a context."""
+        """Return the result of `ProcessInspector.memory_use`, and whether the kernel runs no cell, so that no new context can appear."""
         use, heirs = await self._inspector.memory_use(kernel, host)
         if effect.preempt:
             # A busy kernel without a context gives its room back if its cell ends soon.

@@ -1,7 +1,7 @@
 """Suspends and resumes kernels with the checkpoint worker, one operation at a time. `suspend` contains the steps of a suspend.
 
-- The driver reports what is true, while the ledger only records what was intended. If the driver cannot checkpoint at all (`off`), only the
-  devices' counts are known.
+- The driver reports what is true, while the ledger only records what was intended. If the driver cannot checkpoint at all (`off`), only
+  the memory that devices list for each process is known.
 - `truth` determines a kernel's real state after a broker's start, and for quarantined leases. Half-done work is finished or undone,
   whichever is safe. Any other state is left alone and counts as unknown.
 - An operation reads only the lease's own devices, and others on which its processes were seen.
