@@ -105,7 +105,7 @@ def _address(device_id: str) -> bytes:
 
 
 def holder(address: bytes) -> tuple[int | None, int | None]:
-    """Return the pid and uid of the process that listens at the address. Return (None, None) if there is none or its queue is full."""
+    """Return the pid and uid of the process that listens at the address. Return (None, None) if none does or its queue is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
         try:
             asker.connect(address)

@@ -229,9 +229,9 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the text with the agent's name, if an agent runs this process.
+    """Return the text as a lease's label. If an AI agent runs this process, add the agent's name.
 
-    A long text is cut at the beginning, since a path ends with the name of the file. Invalid characters become question marks.
+    A long label is cut at the beginning, since a path ends with the name of the file. Invalid characters become question marks.
     """
     agent = environment.get("JUPYTER_GPU_AGENT", "")
     text = f"{text} (agent {agent})" if agent else text

@@ -307,7 +307,7 @@ class Ledger:
     def metered(
         self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
     ) -> Iterator[tuple[dict[str, str | int], Usage]]:
-        """Yield sums by these columns (of `METERED_BY`), in the order of the columns, over the hours that begin in the period.
+        """Sum the use in the hours that begin in the period, by these columns of `METERED_BY`. Yield the sums, sorted by the columns.
 
         `only` maps columns to required values. Rows are read as they are consumed, in one snapshot. Raises LedgerError.
         """

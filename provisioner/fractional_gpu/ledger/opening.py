@@ -186,7 +186,7 @@ def _check_names(path: Path) -> None:
 
 
 def _check_file(path: Path, found: os.stat_result) -> None:
-    """Check the type, owner, mode and write permission of a file before SQLite opens it, and the program named in its header."""
+    """Before SQLite opens a file, check its type, owner, mode and write permission, and the program that its header names."""
     if not stat.S_ISREG(found.st_mode):
         kind = (
             "a directory" if stat.S_ISDIR(found.st_mode) else "a link" if stat.S_ISLNK(found.st_mode) else "not a file"

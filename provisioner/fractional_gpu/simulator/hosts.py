@@ -115,8 +115,8 @@ class Door:
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
         """Return a host's rank for a lease. The host with the lowest rank is chosen.
 
-        If no host has enough room, kernels take turns, preferably with kernels of their own size. A kernel with 8 GPUs holds up only one
-        other kernel with 8 GPUs, but a whole host of kernels with one GPU.
+        If no host has enough room, the kernel will share devices with others by turns, preferably with kernels of its own size: a kernel
+        that uses 8 GPUs delays only one other kernel of 8 GPUs, but it would delay many kernels of one GPU.
         """
         room_mib = self._room_mib[host][lease.pool]
         if self.rule is DoorRule.MOST_FREE:

@@ -95,8 +95,8 @@ class Group:
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
     """Return the sessions with their users' groups and pools.
 
-    Users are ordered by name and divided by the groups' weights. The members of a class have consecutive numbers, so they stay in one group
-    if the groups allow this.
+    Users are ordered by name and divided by the groups' weights. The names of the students of a class follow each other, so
+    they come into the same group if it is large enough.
     """
     users = sorted({session.user for session in trace})
     whole = sum(group.weight for group in groups)

@@ -3,8 +3,8 @@
 - A setting is a share and a number of tenants on the device. The baseline is a single tenant with the largest share, alone.
 - A round measures one step of each setting. Every other round runs in reverse order (A B B A), so that a steady drift cancels.
 - The typical time per unit of work in a step is the mean of the middle half, because a stalling host makes some units much longer,
-  whatever the share. It is compared only with the baseline's time in the same round. The finding is the centre of these quotients over
-  all rounds. Its interval is the narrower of the intervals of the signed-rank test and the sign test (`fractional_gpu.stats`), which need
+  whatever the share. It is divided by the baseline's time in the same round. The finding is the centre of these quotients over all
+  rounds. Its interval is the narrower of the intervals of the signed-rank test and the sign test (`fractional_gpu.stats`), which need
   at least eight rounds.
 - The tests use the logarithms of the quotients. If noise multiplies both times alike, however skewed it is, these logarithms scatter
   symmetrically, as the signed-rank test assumes.

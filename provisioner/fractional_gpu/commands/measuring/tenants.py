@@ -172,8 +172,8 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        Without a `device_id`, the broker first measures the devices anew. With one, its last measurement is enough at first, because
-        earlier programs of the same measurement still wait on this device, and the broker knows their leases.
+        The broker measures the devices' memory before each check, but not before the first one if `device_id` is given: earlier programs
+        of the same step then still wait on this device, and the broker knows their leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -269,8 +269,8 @@ def others_work(
     """Return a sentence that says who else worked on the device, or "".
 
     `used_milli` is how much of the device others used. If it is None, the device does not report this, and a lease counts as working while
-    its cell runs. `busy_neighbours` is the number of such leases of all users, including all tenants except one. `bystander` is the lease
-    of the kernel whose cell runs the measurement: this cell runs all the time but does not use the device.
+    its cell runs. `busy_neighbours` is the number of working leases of all users, including all tenants except one. `bystander` is the
+    lease of the kernel whose cell runs the measurement: this cell runs all the time but does not use the device.
     """
     if used_milli is not None and used_milli < OTHERS_MILLI:
         return ""

@@ -172,9 +172,9 @@ class CpuWatch:
     - After `LONGEST_PATIENCE_S`, if it computes without a pause, because one of its threads may be waiting.
     - Never, if it has not used the CPU at all, because it then still waits for what it waited for before the suspend.
 
-    A resume is in vain if the command then neither uses the GPU nor computes. After it, the command is not taken to be waiting until
-    `FIRST_PATIENCE_S` after the next suspend, and this time doubles with each further resume in vain, up to `LONGEST_PATIENCE_S`. After ten
-    resumes in a row without GPU work, it is at least `FIRST_PATIENCE_S`.
+    A resume was unnecessary if the command then neither used the GPU nor computed. After the next suspend, the command is not taken to be
+    waiting for `FIRST_PATIENCE_S`. This time doubles with each further unnecessary resume, up to `LONGEST_PATIENCE_S`. After ten resumes in
+    a row without GPU work, it is at least `FIRST_PATIENCE_S`.
     """
 
     def __init__(self) -> None:

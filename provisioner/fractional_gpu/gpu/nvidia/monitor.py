@@ -5,9 +5,9 @@ so a driver that is loaded later is found. `devices()` leaves out lost devices, 
 mode, `devices()` lists the instances. Activity, power and energy are missing for instances, because NVML does not document them there. The
 memory that the driver reserves counts neither as available nor as used.
 
-The hard part is the driver's utilisation samples. Asked for samples since a time, the driver returns one for each process: its mean rate
-since that time, with the time stamp of the newest sample. (Seen with driver 580 on an H200, which samples every 0.2 s or so and remembers
-14 s.) So a process that worked once since then seems to work ever after. `activity` therefore asks for the time since it last asked.
+The hard part is the driver's utilisation samples. For each process, the driver returns one sample: the mean rate since the requested time,
+with the time stamp of the newest sample. (Seen with driver 580 on an H200, which samples every 0.2 s or so and remembers 14 s.) So a
+process that worked only at the beginning seems to work until now. `activity` therefore requests only the time since its last request.
 """
 
 import importlib

@@ -30,7 +30,7 @@ _PAUSE_S: Final = 0.5  # when no descriptor is free
 
 
 def reserve(directory: Path, path: Path) -> None:
-    """Charge a file with this process's device memory to the host's control group, if a server answers. Raises OSError if that is full."""
+    """Charge a file with this process's device memory to the host's control group, if a server answers. Raises OSError if it is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_ANSWER_S)
         try:
