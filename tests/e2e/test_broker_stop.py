@@ -120,11 +120,11 @@ def test_a_system_service_is_left_to_systemctl(capsys: pytest.CaptureFixture[str
 def test_who_rescues_kernels_is_no_broker(tmp_path: Path) -> None:
     socket = tmp_path / "broker.sock"
     program = (
-        "import fcntl, os, sys; lock = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT); fcntl.flock(lock, fcntl.LOCK_EX);"
-        "print('held', flush=True); sys.stdin.read()"
+        "import sys; from fractional_gpu.client.http import claim_address; from fractional_gpu.host.claims import NameClaim;"
+        "claim = NameClaim.take(claim_address(sys.argv[2])); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, "rescue", f"{socket}.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, "rescue", str(socket)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -7,21 +7,20 @@ import os
 import re
 import select
 import signal
-import socket as socket_module
 import sys
-from collections.abc import Iterator
-from contextlib import closing, redirect_stderr, suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fractional_gpu.broker.process.restarting import BrokerOptions, kept_environment, resolved, start_detached
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
-from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
+from fractional_gpu.client.http import ANSWER_S, claim_address, is_service_socket
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, answer, say
 from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.host.claims import holder
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_environment, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
 
@@ -169,9 +168,9 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
 
 
-# For --stop and --restart, the broker is the process that holds the lock next to the socket, or that listens on the socket. So it is found
-# even if it does not answer, or if its files were deleted. Killing it loses nothing: kernels outlive the broker, the journal records the
-# current operation, and the checkpoint worker finishes this operation.
+# For --stop and --restart, the broker is the process that claims the socket's name, or that listens on the socket. So it is found even if
+# it does not answer, or if its files were deleted. Killing it loses nothing: kernels outlive the broker, the journal records the current
+# operation, and the checkpoint worker finishes this operation.
 
 ORDERLY_S = 30.0
 _KILLED_S = 10.0
@@ -191,7 +190,7 @@ class Stopped:
 
 
 def find_broker(socket: str) -> int | None:
-    return next(_lock_holders(socket), None) or _listener(socket)
+    return holder(claim_address(socket))[0] or holder(os.fsencode(socket))[0] or None
 
 
 def run_stop(options: argparse.Namespace) -> int:
@@ -244,36 +243,6 @@ def _render(done: Stopped) -> list[str]:
             "starts one, or start it now with `jupyter gpu broker --detach`."
         )
     return lines
-
-
-def _lock_holders(socket: str) -> Iterator[int]:
-    # The lock is next to the socket's path as it was given, but /proc shows the real path.
-    lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
-    for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
-        if pid.isdigit():
-            # Processes exit during the scan, and other users' processes are unreadable.
-            with suppress(OSError):
-                if any(_holds(pid, one, lock) for one in os.listdir(f"/proc/{pid}/fd")):  # noqa: PTH208 - as above
-                    yield int(pid)
-
-
-def _holds(pid: str, descriptor: str, lock: str) -> bool:
-    try:
-        if os.readlink(f"/proc/{pid}/fd/{descriptor}") not in (lock, f"{lock} (deleted)"):  # noqa: PTH115 - as above
-            return False
-        return "FLOCK" in Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text("ascii")
-    except OSError:
-        return False
-
-
-def _listener(socket: str) -> int | None:
-    with closing(socket_module.socket(socket_module.AF_UNIX, socket_module.SOCK_STREAM)) as connection:
-        connection.setblocking(False)
-        try:
-            connection.connect(socket)
-        except OSError:
-            return None  # no process listens, or its backlog is full
-        return listener_pid(connection)
 
 
 def check_owner(path: str, pid: int) -> None:

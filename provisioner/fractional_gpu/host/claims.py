@@ -105,11 +105,14 @@ def _address(device_id: str) -> bytes:
 
 
 def holder(address: bytes) -> tuple[int | None, int | None]:
-    """Return the pid and uid of the process that listens at the address. Return (None, None) if none does or its queue is full."""
+    """Return the pid and uid of the process that listens at an abstract address or a socket's path.
+
+    Return (None, None) if there is none, if its queue is full, or if this process may not connect to it.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
         try:
             asker.connect(address)
-        except (ConnectionRefusedError, BlockingIOError):
+        except OSError:
             return None, None
         credentials = peer_credentials(asker)
     return credentials.pid, credentials.uid

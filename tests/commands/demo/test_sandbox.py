@@ -9,10 +9,10 @@ import pytest
 
 from fractional_gpu.client.discovery import IN_WORKLOAD, socket_path
 from fractional_gpu.commands.demo.sandbox import EXAMPLES, interrupt_on_termination, open_sandbox, sandbox_environment
-from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.config import load
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.jupyter.kernelspecs import list_installed
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 
 def test_the_environment_forgets_other_kernels_and_brokers() -> None:
@@ -45,7 +45,10 @@ def test_inside_everything_is_the_sandboxs_and_outside_nothing_is_left(monkeypat
 
 
 def test_a_broker_that_does_not_start_says_why() -> None:
-    with open_sandbox(keep=False) as sandbox, pytest.raises(CommandError, match=r"^simulated devices '0x1GiB' are"):
+    with (
+        open_sandbox(keep=False) as sandbox,
+        pytest.raises(BrokerUnavailableError, match=r"^simulated devices '0x1GiB' are"),
+    ):
         sandbox.start_broker(simulate="0x1GiB", device=0)
 
 

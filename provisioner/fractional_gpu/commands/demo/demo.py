@@ -24,7 +24,7 @@ from fractional_gpu.commands.terminal.text import CommandError, Style, fitted, l
 from fractional_gpu.core.units import format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.gpu.open import open_monitor
-from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.names import state_words
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
@@ -222,7 +222,7 @@ def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> BrokerClient 
             continue
         try:
             return sandbox.start_broker(simulate=None, device=device.device_id)
-        except CommandError as error:
+        except BrokerUnavailableError as error:
             tell(f"{device.name} cannot be used: {error}")
     return None
 

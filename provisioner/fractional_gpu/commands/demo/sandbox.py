@@ -7,16 +7,16 @@ first the remaining kernels and then the broker, and removes the folder.
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.discovery import IN_WORKLOAD
+from fractional_gpu.client.discovery import IN_WORKLOAD, ensure_broker
 from fractional_gpu.commands.broker import end_process
 from fractional_gpu.commands.terminal.connection import LONGEST_SOCKET
 from fractional_gpu.commands.terminal.text import CommandError
@@ -83,11 +83,9 @@ class Sandbox:
         command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]
         command += ["--socket", self.socket, "--config", str(config), "--idle-exit", _IDLE_EXIT]
         command += ["--simulate", simulate] if simulate else []
-        code, said = _run_quietly(command)
-        if code != 0:
-            last = (said.splitlines() or [f"the broker exited with code {code}"])[-1]
-            raise CommandError(last.removeprefix("jupyter gpu broker: ").removeprefix("jupyter gpu: "))
-        return BrokerClient(self.socket)
+        # In a thread, so that an interrupt waits for the start: a broker that is only half started could not be found and stopped.
+        with ThreadPoolExecutor(1) as starter:
+            return starter.submit(ensure_broker, self.socket, timeout_s=_START_S, command=(command, {})).result()
 
     def close(self) -> None:
         with BrokerClient(self.socket) as client:
@@ -102,33 +100,6 @@ class Sandbox:
             end_process(broker)
         with suppress(SimulatedHostError):  # the broker has removed the host
             destroy(simulated_folder(self.socket))
-
-
-def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command to its end, even if interrupted, because a broker that is only half started could not be found and stopped."""
-    with tempfile.TemporaryFile() as said:  # not a pipe, because children of the command may keep it open
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            start_new_session=True,  # Ctrl-C must not reach the broker, because the kernels end first
-        )
-        try:
-            code = process.wait(_START_S)
-        except subprocess.TimeoutExpired:
-            raise CommandError(
-                f"the broker did not start within {_START_S:g} s; run `jupyter gpu broker` to see why"
-            ) from None
-        except KeyboardInterrupt:
-            process.wait(_START_S)
-            raise
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        said.seek(0)
-        return code, said.read().decode(errors="replace").strip()
 
 
 @contextmanager
