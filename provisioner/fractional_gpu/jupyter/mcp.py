@@ -5,15 +5,13 @@ what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all too
 Jupyter server, and their reservations end with the server.
 """
 
-import asyncio
 import json
 import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec
 
 import msgspec
@@ -22,6 +20,7 @@ from fractional_gpu.client.claims import take_claim
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.seat import own_seat
+from fractional_gpu.client.threads import in_thread
 from fractional_gpu.protocol import accounts, errors, messages, status
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
 
@@ -82,20 +81,10 @@ def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awai
 
     @wraps(function)
     async def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:
-        answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()
-        threading.Thread(target=_run, args=(answer, partial(function, *args, **kwargs)), daemon=True).start()
-        return await asyncio.wrap_future(answer)
+        return await in_thread(function, *args, **kwargs)
 
     TOOLS[function.__name__] = call, *TOOLS[function.__name__][1:]
     return call
-
-
-def _run(answer: Future[Answer], call: Callable[[], Answer]) -> None:
-    try:
-        answer.set_result(call())
-    except Exception as error:  # noqa: BLE001 - raised again in the coroutine that awaits the answer
-        answer.set_exception(error)
 
 
 def _failure() -> type[Exception]:

@@ -44,15 +44,11 @@ class DoctorsNVML(FakeNVML):
     """Answers the questions that only the doctor has."""
 
     persistence = 1
-    level = older_level = 13000
+    level = 13000
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
         self._enter("nvmlSystemGetCudaDriverVersion_v2")
         return self.level
-
-    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
-        self._enter("nvmlSystemGetCudaDriverVersion")
-        return self.older_level
 
     def nvmlDeviceGetPersistenceMode(self, gpu: FakeGPU) -> int:  # noqa: N802
         self._enter("nvmlDeviceGetPersistenceMode", gpu)
@@ -111,15 +107,13 @@ class Machine:
         (self.home / "config" / "jupyter_gpu_config.py").write_text(text)
         return setup.check_settings()[1]
 
-    def nvidia(self, check: str, gpu: FakeGPU | None = None, bindings: str = "", own_level: int | None = None, *,
+    def nvidia(self, check: str, gpu: FakeGPU | None = None, bindings: str = "", *,
                kind: type[FakeNVML] = DoctorsNVML, version: str = "580.65.06", fails: dict[str, int] | None = None,
                **answers: int) -> list[Finding]:  # fmt: skip
         nvml = kind(FakeGPU() if gpu is None else gpu, version=version)
         nvml.fails.update(fails or {})
         vars(nvml).update(answers)
-        seen = machine.check_nvidia(
-            nvml=nvml, bindings=lambda: bindings, level=lambda: own_level, proc=self.proc, sysfs=self.sys
-        )
+        seen = machine.check_nvidia(nvml=nvml, bindings=lambda: bindings, proc=self.proc, sysfs=self.sys)
         assert nvml.started == 0, "NVML was not given back"
         return [one for one in seen.findings if check in ("", one.check)]
 
@@ -269,7 +263,7 @@ NOT_FOR_INSTANCES = dict.fromkeys(
 )
 SOUND = FakeGPU()
 DIVIDED = FakeGPU(mig=1, instances={0: FakeGPU(uuid="MIG-0", name="MIG 1g.10gb", fails=NOT_FOR_INSTANCES)})
-NO_V2, NO_LEVEL = {"nvmlSystemGetCudaDriverVersion_v2": FUNCTION_NOT_FOUND}, {"nvmlSystemGetCudaDriverVersion": 999}
+NO_LEVEL = {"nvmlSystemGetCudaDriverVersion_v2": FUNCTION_NOT_FOUND}
 OFFERS = "c.GPUBroker.pools = {'default': {'fractions': ['1/2', '1']}}"
 # fmt: off
 ROWS: dict[str, list[Row]] = {
@@ -296,9 +290,8 @@ ROWS: dict[str, list[Row]] = {
         *((lambda m, old=old: m.nvidia("driver", version=old), (ERROR, old, "until it is replaced")) for old in ("550.90.07", "610.57.02")),
         (lambda m: m.nvidia("driver", version="550.90.07"), (ERROR, "(now 550.90.07, CUDA 13.0) ->")),
         (lambda m: m.nvidia("device", version="550.90.07"), (WARNING, "cannot be suspended")),
-        (lambda m: m.nvidia("driver", older_level=12090, fails=NO_V2), (OK, "580.65.06, CUDA 12.9 ->")),
-        (lambda m: m.nvidia("driver", own_level=13010, fails=NO_V2 | NO_LEVEL), (OK, "580.65.06, CUDA 13.1 ->")),
-        (lambda m: m.nvidia("driver", fails=NO_V2 | NO_LEVEL), (OK, "driver: 580.65.06 ->")),
+        (lambda m: m.nvidia("driver", level=13010), (OK, "580.65.06, CUDA 13.1 ->")),
+        (lambda m: m.nvidia("driver", fails=NO_LEVEL), (OK, "driver: 580.65.06 ->")),
         (lambda m: m.nvidia("driver", kind=FakeNVML), (OK, "driver: 580.65.06 ->")),
         (lambda m: m.nvidia("moving", level=13000),),
         (lambda m: m.nvidia("moving", level=12080), (NOTE, "driver 580 or newer")),

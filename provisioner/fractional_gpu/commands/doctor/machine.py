@@ -8,8 +8,6 @@ import asyncio
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -301,40 +299,15 @@ SIMULATE: Final = (
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
 
 
-# The newest call comes first, since old libraries lack it. Either may fail alone.
-_LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
-_READ_LEVEL: Final = """
-import ctypes
-level = ctypes.c_int()
-raise SystemExit(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(level)) or print(level.value))
-"""
-_READ_S: Final = 20.0
-
-
 class NvidiaReport(NamedTuple):
     devices: tuple[DeviceInfo, ...]
     findings: tuple[Finding, ...]
-
-
-def cuda_level() -> int | None:
-    """Return the newest CUDA version that the driver's library supports (13010 means 13.1).
-
-    Return None if the child process fails to read the version.
-    """
-    argv = [sys.executable, "-I", "-S", "-c", _READ_LEVEL]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_READ_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    level = done.stdout.strip()
-    return int(level) if done.returncode == 0 and level.isdigit() and int(level) else None
 
 
 def check_nvidia(
     *,
     nvml: ModuleType | None = None,
     bindings: Callable[[], str] = why_no_bindings,
-    level: Callable[[], int | None] = cuda_level,
     proc: Path = PROC,
     sysfs: Path = SYS,
 ) -> NvidiaReport:
@@ -351,7 +324,7 @@ def check_nvidia(
             needs = [note("cuda-bindings", f"{missing} (needed for real GPUs only)")] if missing else []
             return NvidiaReport((), (warning("driver", why, SIMULATE), *needs))
         findings = [
-            *_driver(library, level),
+            *_driver(library),
             *_bindings(bindings()),
             *(_device(device) for device in devices),
             *(finding for device in devices for finding in _modes(library, device)),
@@ -367,9 +340,9 @@ def mps_processes(proc: Path = PROC) -> list[int]:
     return sorted(pid for pid, name in _named_processes(proc) if name.startswith(_MPS))
 
 
-def _driver(nvml: ModuleType, read_level: Callable[[], int | None]) -> Iterator[Finding]:
+def _driver(nvml: ModuleType) -> Iterator[Finding]:
     version: str = nvml.nvmlSystemGetDriverVersion()
-    level = next((found for call in _LEVEL_CALLS if (found := _read(nvml, call)[0])), None) or read_level()
+    level = _read(nvml, "nvmlSystemGetCudaDriverVersion_v2")  # 13010 means 13.1
     api = f", CUDA {level // 1000}.{level % 1000 // 10}" if level else ""
     refusal = driver_refusal(version)
     if refusal:
@@ -407,7 +380,7 @@ def _device(device: DeviceInfo) -> Finding:
 
 def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
     handle = nvml.nvmlDeviceGetHandleByUUID(device.device_id)
-    persistent, _ = _read(nvml, "nvmlDeviceGetPersistenceMode", handle)
+    persistent = _read(nvml, "nvmlDeviceGetPersistenceMode", handle)
     if persistent == 0:
         yield warning(
             "persistence",
@@ -416,10 +389,10 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
         )
     elif persistent == 1:
         yield ok("persistence", f"device {device.index} is in persistence mode")
-    mode, _ = _read(nvml, "nvmlDeviceGetComputeMode", handle)
+    mode = _read(nvml, "nvmlDeviceGetComputeMode", handle)
     if refusal := sharing_refusal(device.index, mode):
         yield problem("compute-mode", refusal, sharing_advice(device.index))
-    mig, _ = _read(nvml, "nvmlDeviceGetMigMode", handle)
+    mig = _read(nvml, "nvmlDeviceGetMigMode", handle)
     if mig and mig[0] != mig[1]:
         turn = "on" if mig[1] else "off"
         yield warning(
@@ -462,14 +435,12 @@ def _mps(proc: Path) -> Iterator[Finding]:
         yield ok("mps", "not running")
 
 
-def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
-    read = getattr(nvml, call, None)
-    if read is None:
-        return None, f"this nvidia-ml-py has no {call}"
+def _read(nvml: ModuleType, call: str, *arguments: object) -> Any:  # noqa: ANN401 - NVML's
+    """Return NVML's answer, or None if the library lacks the call or the driver refuses it."""
     try:
-        return read(*arguments), ""
-    except nvml.NVMLError as error:
-        return None, str(error)
+        return getattr(nvml, call)(*arguments)
+    except (AttributeError, nvml.NVMLError):
+        return None
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
