@@ -48,7 +48,8 @@ class Seen:
     )  # when its next cell reached the gate, as a running number like those of waiting leases; -1: none is waiting
     ran: bool = False  # since it was let in
     left: str = ""  # its kernel is gone, but this much of its processes is not
-    since: int = 0  # since it entered this state
+    since: int = 0  # when it entered this state
+    arrived: int = 0  # when it became resident
     kept_for: int = 0  # for how many ms its room is kept before its process comes
     pinned_until: int = 0
     asked: int = -1  # when it asked for the GPU: a running number; -1: it does not wait

@@ -191,7 +191,7 @@ class Laws:
 
     def suspending(self, seen: Seen, suspend: Suspend, why: Recorded, later: Sequence[Effect]) -> None:
         """A lease is suspended. Check that it was not busy, had a chance to run, and that it helps. `later`: the effects that follow."""
-        pool, stayed = self._world.pool(seen), self._world.now - seen.since
+        pool, stayed = self._world.pool(seen), self._world.now - seen.arrived
         seen.sent_away = why.reason == "suspend.asked"
         seen.moves = why.reason.startswith("move.")
         if seen.sent_away:
@@ -240,7 +240,7 @@ class Laws:
         law(5, seen.state is S.RESIDENT and not seen.closed, seen, "has its gate closed")
         opened = any(isinstance(one, Granted) and one.lease_id == seen.lease_id for one in later)
         law(5, not opened, seen, "has its gate closed and opened in one event")
-        stayed = self._world.now - seen.since
+        stayed = self._world.now - seen.arrived
         law(5, stayed >= self._world.pool(seen).min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         law(5, seen.pinned_until <= self._world.now, seen, "is pinned and has its gate closed")
         tickets = [self._arbiter.ticket(other.lease_id) for other in self._world.leases.values() if other is not seen]
@@ -250,7 +250,7 @@ class Laws:
 
     def _is_behind(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
         """A lease whose next cell waits at its gate leaves after its minimum residency, for a ticket that goes before that cell."""
-        stayed = self._world.now - victim.since
+        stayed = self._world.now - victim.arrived
         law(
             5, stayed >= self._world.pool(victim).min_residency_ms, victim.lease_id, "has stayed for", stayed, "ms only"
         )
@@ -344,7 +344,7 @@ class Laws:
 
     def _may_preempt(self, beneficiary: Seen, seen: Seen) -> bool:
         pool, more = self._world.pool(seen), beneficiary.spec.priority - seen.spec.priority
-        stayed = self._world.now - seen.since
+        stayed = self._world.now - seen.arrived
         if stayed < pool.min_residency_ms or more < 0:
             return False
         return pool.preempt_priorities if more else pool.preempt_equals

@@ -376,6 +376,8 @@ class Observer:
             seen.why_not = ""
         seen.closed, seen.at_gate = False, -1
         seen.since = self.now
+        if new is S.RESIDENT and old is not S.SUSPENDING:
+            seen.arrived = self.now
         if new is S.RESIDENT:
             self._hastened(seen)
         self.counts[new] += 1

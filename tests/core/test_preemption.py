@@ -49,6 +49,19 @@ def test_a_higher_priority_preempts_after_the_minimum_residency_and_the_alarm_is
     assert "wait.preempted" in hand.reasons(effects, "low")
 
 
+def test_a_suspend_that_a_cell_aborts_begins_no_new_minimum_residency() -> None:
+    hand = Hand(pools=[_pool()])
+    _runs(hand, "low")
+    hand.wait(2 * MINIMUM_MS)
+    _start(hand, "high", priority=1)
+    hand.rest("low")
+    effects = hand.want("high")
+    assert hand.suspends(effects) == ["low"]
+    hand.work("low")
+    hand.saved(effects, SuspendOutcome.ABORTED)
+    assert _preempted(hand.wait(MINIMUM_MS // 10)) == ["low"], "it has had its residency"
+
+
 def test_a_preempted_kernel_waits_by_itself_and_goes_on_when_there_is_room() -> None:
     hand = Hand(pools=[_pool()])
     _runs(hand, "low")

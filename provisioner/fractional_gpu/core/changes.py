@@ -74,6 +74,8 @@ class Changes:
         old = lease.state
         new = next_state(old, cause)
         lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
+        if new is LeaseState.RESIDENT and old is not LeaseState.SUSPENDING:
+            lease.arrived_ms = self.now_ms
         if new in _NOT_ON_DEVICE:
             lease.forget_shrinking()
             lease.came_early = False

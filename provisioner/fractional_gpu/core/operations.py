@@ -144,7 +144,7 @@ class OperationResults:
             state = LeaseState.QUARANTINED
         cause, found = _FOUND[state]
         lease = Lease(spec=event.spec, state=next_state(None, cause), generation=event.generation)
-        lease.since_ms = lease.last_active_ms = changes.now_ms
+        lease.since_ms = lease.arrived_ms = lease.last_active_ms = changes.now_ms
         lease.busy = event.busy and state is not LeaseState.UNATTACHED
         self._books.add(lease)
         self._settle_found(lease, state, device_ids, event.saved_mib)

@@ -43,7 +43,7 @@ def _leaving(books: Books, device: Device) -> list[Lease]:
         for lease in Victims(books).idle(device.spec.device_id)
         if books.policy(lease).strangers in (Strangers.YIELD, Strangers.YIELD_BUSY)
         and lease.gate.ticket is None
-        and books.is_time(lease.since_ms + residency_ms(books, lease))
+        and books.is_time(lease.arrived_ms + residency_ms(books, lease))
     ]
     busy = [
         lease

@@ -52,7 +52,7 @@ def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """
     if lease.is_working or lease.is_unsuspendable:
         return None
-    chance_ms = 0 if lease.has_run and lease.gate.ticket is None else lease.since_ms + max(1, pool.min_residency_ms)
+    chance_ms = 0 if lease.has_run and lease.gate.ticket is None else lease.arrived_ms + max(1, pool.min_residency_ms)
     return max(lease.retries.suspend_after_ms, chance_ms, lease.pinned_until_ms)
 
 
@@ -122,7 +122,7 @@ def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
     """Return when a busy lease completes its minimum residency, or None if it is not resident or cannot be suspended."""
     if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
         return None
-    return max(lease.since_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
+    return max(lease.arrived_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:

@@ -206,6 +206,7 @@ class Lease:
     # Its identity and state.
     state: LeaseState = LeaseState.UNATTACHED
     since_ms: int = 0  # when it entered the state
+    arrived_ms: int = 0  # when it became resident; a suspend that did not happen does not change this
     generation: int = 0  # grows with every announced change
     reason: str = ""  # code of the last change; `sentence` is the same for people
     sentence: str = ""
