@@ -390,7 +390,9 @@ class Laws:
         if not any(device in world.allowed(seen) for device in usable):
             return False
         roomy = [d for d in world.allowed(seen) if world.leasable[d] - world.strangers[d] >= need]
-        return len(roomy) >= seen.spec.devices  # else it waits for a device, not for room
+        free = [d for d in roomy if world.free(d) >= need]
+        # With too few roomy devices it waits for a device. With enough free ones it waits for a swap channel.
+        return len(roomy) >= seen.spec.devices > len(free)
 
     # -- law 7 ---------------------------------------------------------------------------------------------------------------------
 
