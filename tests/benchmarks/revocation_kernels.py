@@ -27,6 +27,7 @@ from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.messages import DrainRequest
 from tests.e2e.test_policies import CHECK, FILL
+from tests.support.faults import configure
 from tests.support.world import Notebook, Server, World, new_world, until
 
 __all__ = ["SHARES", "Held", "Tally", "main", "orders", "run_round"]
@@ -105,7 +106,7 @@ def _kernels(number: int, random: Random) -> Iterator[tuple[World, list[Held]]]:
         )
         world.start_broker("1x2GiB")
         store = Store(world.simulated_folder)
-        store.configure(checkpoint_mib_s=_MIB_S)
+        configure(store, checkpoint_mib_s=_MIB_S)
         store.close()
         server = stack.enter_context(Server(world))
         (plain,) = world.install(100)

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import BrokerUnavailableError
+from tests.support.faults import configure
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers, kill_all, released, settled, wait_for_end, workers
 from tests.support.world import Notebook, Server, World, new_world, until
@@ -75,7 +76,7 @@ class Turns:
         (self.spec,) = world.install(750)
         world.start_broker()
         store = Store(world.simulated_folder)
-        store.configure(checkpoint_mib_s=SPEED_MIB_S, restore_mib_s=SPEED_MIB_S)
+        configure(store, checkpoint_mib_s=SPEED_MIB_S, restore_mib_s=SPEED_MIB_S)
         store.close()
         self.server = Server(world)
         self.notebooks: list[Notebook] = []

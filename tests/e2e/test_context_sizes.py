@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from fractional_gpu.gpu.simulated.store import Store
+from tests.support.faults import configure
 from tests.support.packages import write
 from tests.support.world import Notebook, Server, World
 
@@ -61,7 +62,7 @@ def world(world: World) -> World:
     write(world.notebooks, {"torch.py": TORCH})
     world.start_broker("1x8GiB")
     store = Store(world.simulated_folder)
-    store.configure(context_mib=CONTEXT_MIB)
+    configure(store, context_mib=CONTEXT_MIB)
     store.close()
     return world
 

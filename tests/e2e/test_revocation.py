@@ -9,6 +9,7 @@ import pytest
 
 from fractional_gpu.gpu.simulated.store import Store
 from tests.e2e.test_policies import CHECK, FILL, begin_work
+from tests.support.faults import configure
 from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("revocation")
@@ -21,7 +22,7 @@ def slow(world: World) -> World:
     """A world with one device that saves so slowly that it matters."""
     world.start_broker("1x1GiB")
     store = Store(world.simulated_folder)
-    store.configure(checkpoint_mib_s=MIB_S)
+    configure(store, checkpoint_mib_s=MIB_S)
     store.close()
     return world
 

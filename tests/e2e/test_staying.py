@@ -9,6 +9,7 @@ import pytest
 from fractional_gpu.gpu.simulated.host import create
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import ConflictError
+from tests.support.faults import configure
 from tests.support.world import Server, World, until
 
 HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.write(b'abc')"
@@ -17,7 +18,7 @@ HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64
 def without_checkpoints(world: World) -> None:
     create(world.simulated_folder, world.simulate)
     store = Store(world.simulated_folder)
-    store.configure(checkpointable=0)
+    configure(store, checkpointable=0)
     store.close()
 
 

@@ -18,6 +18,7 @@ from fractional_gpu.client.http import claim_holder
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseRequest
+from tests.support.faults import configure
 from tests.support.paths import ROOT
 from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
@@ -146,7 +147,7 @@ def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Ser
     notebook = suspended(world, server, 1)
     broker = pid_of(world)
     store = Store(world.simulated_folder)
-    store.configure(restore_mib_s=8)
+    configure(store, restore_mib_s=8)
     resume = threading.Thread(target=resume_quietly, args=(world, notebook))
     resume.start()
     until(lambda: world.lease(notebook.kernel_id).state == "resuming", "a swap begins")
@@ -156,7 +157,7 @@ def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Ser
     os.kill(broker, signal.SIGTERM)
     until(lambda: claim_holder(world.socket) is None, "it has ended")
     resume.join(60)
-    store.configure(restore_mib_s=0)
+    configure(store, restore_mib_s=0)
     store.close()
     log.close()
     assert notebook.must(CHECK).text == "intact\n"

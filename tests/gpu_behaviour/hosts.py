@@ -160,7 +160,7 @@ class SimulatedDevices(Host):
         return worker_process(self.simulated)
 
     def set_speed(self, *, checkpoint_mib_s: int = 0, restore_mib_s: int = 0) -> None:
-        self._store.configure(checkpoint_mib_s=checkpoint_mib_s, restore_mib_s=restore_mib_s)
+        faults.configure(self._store, checkpoint_mib_s=checkpoint_mib_s, restore_mib_s=restore_mib_s)
 
     def _occupied(self, pid: int, pattern: str) -> int:
         files = (self._folder / "memory" / str(current_key(pid))).glob(pattern)
@@ -205,7 +205,7 @@ class SimulatedDevices(Host):
         return any(fault.taken == 1 and fault.operation == operation for fault in faults.listed(self._folder))
 
     def lose(self, device: int) -> None:
-        host.lose_device(self._folder, self.devices[device])
+        faults.lose_device(self._folder, self.devices[device])
 
     def end_faults(self) -> None:
         faults.clear(self._folder)

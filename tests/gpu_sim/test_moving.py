@@ -7,6 +7,8 @@ from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import Kernel, KernelError, answer, ask, eventually, worker_process
+from tests.support import faults
+from tests.support.faults import configure
 
 S = ProcessState
 
@@ -35,12 +37,12 @@ def test_a_device_lost_in_the_middle_of_a_checkpoint_fails_the_process(
     kernel.run("!x = cuda.allocate(4 << 20); x.fill(b'x')")
     driver.lock(kernel.pid, 1000)
     store = Store(simulated.directory)
-    store.configure(checkpoint_mib_s=20)
+    configure(store, checkpoint_mib_s=20)
     store.close()
     with worker_process(simulated) as worker:
         ask(worker, "checkpoint", kernel.pid)
         eventually(lambda: driver.state(kernel.pid) is S.CHECKPOINTING, "the operation began")
-        host.lose_device(simulated.directory, simulated.devices[0].device_id)
+        faults.lose_device(simulated.directory, simulated.devices[0].device_id)
         reply = answer(worker)
     assert reply["error"]["code"] == "device-lost"
     assert driver.state(kernel.pid) is S.FAILED

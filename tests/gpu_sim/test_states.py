@@ -11,6 +11,8 @@ from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.processes import current_key, find_process
 from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import Kernel, KernelError, answer, ask, eventually, worker_process
+from tests.support import faults
+from tests.support.faults import configure
 
 S, C = ProcessState, GPUErrorCode
 OPERATIONS = ("lock", "checkpoint", "restore", "unlock")
@@ -83,7 +85,7 @@ def test_two_operations_on_one_process_take_turns(
     kernel.run("!x = cuda.allocate(8 * 2**20); x.fill(b'ab')")
     driver.lock(kernel.pid, 1000)
     store = Store(simulated.directory)
-    store.configure(checkpoint_mib_s=40)
+    configure(store, checkpoint_mib_s=40)
     with worker_process(simulated) as worker:
         ask(worker, "checkpoint", kernel.pid)
         eventually(lambda: driver.state(kernel.pid) is S.CHECKPOINTING, "it began")
@@ -101,7 +103,7 @@ def test_a_lost_device_takes_what_it_held(simulated: host.SimulatedHost, driver:
             kernel.run("!x = cuda.allocate(1000); x.fill(b'ab')")
         driver.lock(saved.pid, 1000)
         driver.checkpoint(saved.pid)
-        host.lose_device(simulated.directory, first.device_id)
+        faults.lose_device(simulated.directory, first.device_id)
         with pytest.raises(KernelError, match="was lost"):
             there.run("x.read()")
         for operation in OPERATIONS:
@@ -118,7 +120,7 @@ def test_a_lost_device_takes_what_it_held(simulated: host.SimulatedHost, driver:
         assert elsewhere.run("x.read(2).decode()") == "ab"
         with Kernel(simulated) as late, pytest.raises(KernelError, match="is lost"):
             late.run("cuda.memory_info()")
-        host.return_device(simulated.directory, first.device_id)
+        faults.return_device(simulated.directory, first.device_id)
         assert driver.state(there.pid) is S.FAILED
         with Kernel(simulated) as late:
             assert late.run("cuda.memory_info()[0]") == 224 << 20

@@ -16,6 +16,7 @@ from itertools import cycle, islice
 
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import FractionalGPUError
+from tests.support.faults import configure
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
@@ -71,7 +72,7 @@ class Crowd:
         (self.spec,) = world.install(_FRACTION_MILLI)
         world.start_broker()
         store = Store(world.simulated_folder)
-        store.configure(context_mib=CONTEXT_MIB)
+        configure(store, context_mib=CONTEXT_MIB)
         store.close()
         self.servers = [Server(world) for _ in range(size.servers)]
         self._users: list[_User] = []

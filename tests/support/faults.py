@@ -1,11 +1,13 @@
-"""Injects faults into simulated hardware: what goes wrong, how often and for which process; the product's `faults` has the kinds."""
+"""Injects faults into simulated hardware (the product's `faults` has the kinds), for some or all processes, and loses devices."""
 
-from contextlib import closing
-from dataclasses import dataclass
+import json
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
+from fractional_gpu.gpu.simulated.processes import CLOSED, ON_DEVICE, write_gate
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 
 OPERATIONS: Final = ("lock", "checkpoint", "restore", "unlock", "state")
@@ -69,3 +71,33 @@ def _check(operation: str, fault: str) -> None:
         raise SimulatedHostError(
             f"fault {fault!r} is not allowed for {operation}; allowed: fail:CODE, slow:MS, late, late:MS, hang, lie (for state: lie:STATE)"
         )
+
+
+def lose_device(directory: str | Path, device_id: str) -> None:
+    """Make the device fall off the bus. The contents of its memory are lost, and its processes fail permanently."""
+    fatal = f"the simulated device {device_id} was lost, and with it this process's memory: restart the kernel"
+    with closing(Store(directory)) as store:
+        store.device(device_id)
+        with store.transaction() as db:
+            db.execute("UPDATE devices SET lost=1 WHERE id=?", (device_id,))
+            keys = [row[0] for row in db.execute(f"SELECT key FROM processes WHERE {ON_DEVICE}", (device_id,))]  # noqa: S608
+            db.executemany("UPDATE processes SET phase='failed', fatal=? WHERE key=?", [(fatal, key) for key in keys])
+        for key in keys:
+            # Close the gate after the commit, so that a call that finds the gate closed also finds the reason.
+            with suppress(FileNotFoundError):
+                write_gate(store.process_folder(key), CLOSED)
+
+
+def return_device(directory: str | Path, device_id: str) -> None:
+    """Bring a lost device back with empty memory. Processes that failed when it was lost stay failed."""
+    with closing(Store(directory)) as store:
+        store.device(device_id)
+        with store.transaction() as db:
+            db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
+
+
+def configure(store: Store, **changes: int) -> None:
+    """Change the settings of the hardware (`Settings`) for every process. They apply from the next operation on."""
+    settings = replace(store.settings(), **changes)
+    with store.transaction() as db:
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(asdict(settings)),))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TypeVar
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.gpu.simulated.host import lose_device, return_device
 from fractional_gpu.protocol.errors import (
     BrokerUnavailableError,
     ConflictError,
@@ -25,6 +24,7 @@ from fractional_gpu.protocol.messages import (
 from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
 from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 from tests.support.dying import Life, Story
+from tests.support.faults import lose_device, return_device
 from tests.support.stories import CHECK
 from tests.support.victims import (
     await_held,

@@ -20,6 +20,7 @@ from pathlib import Path
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import FractionalGPUError
+from tests.support.faults import configure
 from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, kill_all, workers
 from tests.support.world import Notebook, Reply, Server, World, new_world, until
@@ -171,7 +172,7 @@ def _moment(world: World, notebook: Notebook, moment: str) -> Iterator[None]:
         yield
         return
     store = Store(world.simulated_folder)
-    store.configure(checkpoint_mib_s=SPEED_MIB_S, restore_mib_s=SPEED_MIB_S)
+    configure(store, checkpoint_mib_s=SPEED_MIB_S, restore_mib_s=SPEED_MIB_S)
     lease_id = world.lease(notebook.kernel_id).lease_id
     wish = threading.Thread(target=_resume, args=(world, lease_id), daemon=True)
     wish.start()
@@ -179,7 +180,7 @@ def _moment(world: World, notebook: Notebook, moment: str) -> Iterator[None]:
     try:
         yield
     finally:
-        store.configure(checkpoint_mib_s=0, restore_mib_s=0)
+        configure(store, checkpoint_mib_s=0, restore_mib_s=0)
         store.close()
 
 

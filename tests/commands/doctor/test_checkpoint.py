@@ -17,6 +17,7 @@ from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.host.claims import DeviceClaim
 from tests.support import faults
+from tests.support.faults import configure
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_nothing_is_tried_while_a_broker_manages_the_device(host: Path, monitor:
 
 def test_without_a_device_that_can_nothing_is_tried(host: Path, monitor: SimulatedMonitor) -> None:
     with closing(Store(host)) as store:
-        store.configure(checkpointable=0)
+        configure(store, checkpointable=0)
     assert attempt(host, monitor).not_tried == "no device can be checkpointed"
 
 

@@ -1,8 +1,7 @@
-"""Creates and changes simulated hosts: their devices, settings and lost devices. Brokers, commands and tests use this.
+"""Creates and removes simulated hosts. Brokers, commands and tests use this.
 
 Devices can be replaced only while no process uses the host. All users can write to the database and the memory folder of a shared host, but
-the folder of each process belongs to its user. When a device is lost, its processes fail and their device memory is lost, but saved memory
-is kept.
+the folder of each process belongs to its user.
 """
 
 import os
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.gpu.simulated.processes import CLOSED, ON_DEVICE, empty_trash, processes_of, reap, write_gate
+from fractional_gpu.gpu.simulated.processes import empty_trash, processes_of, reap
 from fractional_gpu.gpu.simulated.store import (
     DATABASE,
     SOCKET,
@@ -126,29 +125,6 @@ def destroy(directory: str | Path) -> None:
     for file in (*store.directory.glob(f"{DATABASE}*"), store.directory / SOCKET):
         file.unlink(missing_ok=True)
     store.directory.rmdir()
-
-
-def lose_device(directory: str | Path, device_id: str) -> None:
-    """Make the device fall off the bus. The contents of its memory are lost, and its processes fail permanently."""
-    fatal = f"the simulated device {device_id} was lost, and with it this process's memory: restart the kernel"
-    with closing(Store(directory)) as store:
-        store.device(device_id)
-        with store.transaction() as db:
-            db.execute("UPDATE devices SET lost=1 WHERE id=?", (device_id,))
-            keys = [row[0] for row in db.execute(f"SELECT key FROM processes WHERE {ON_DEVICE}", (device_id,))]  # noqa: S608
-            db.executemany("UPDATE processes SET phase='failed', fatal=? WHERE key=?", [(fatal, key) for key in keys])
-        for key in keys:
-            # Close the gate after the commit, so that a call that finds the gate closed also finds the reason.
-            with suppress(FileNotFoundError):
-                write_gate(store.process_folder(key), CLOSED)
-
-
-def return_device(directory: str | Path, device_id: str) -> None:
-    """Bring a lost device back with empty memory. Processes that failed when it was lost stay failed."""
-    with closing(Store(directory)) as store:
-        store.device(device_id)
-        with store.transaction() as db:
-            db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
 
 
 def _own(path: Path) -> None:

@@ -14,7 +14,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -64,11 +64,6 @@ class Settings:
     latency_ms: int = 0
     context_mib: int = 32
     checkpointable: int = 1  # 0 makes every device behave as with a driver that is too old
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise SimulatedHostError(f"setting {name} must be a whole number, 0 or more, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,18 +165,6 @@ class Store:
     def settings(self) -> Settings:
         rows = self.query("SELECT value FROM meta WHERE name='settings'")
         return Settings(**json.loads(rows[0][0])) if rows else Settings()
-
-    def configure(self, **changes: int) -> Settings:
-        """Change settings for every process. They apply from the next operation on. Raises SimulatedHostError."""
-        current = asdict(self.settings())
-        if unknown := sorted(set(changes) - set(current)):
-            raise SimulatedHostError(
-                f"there is no setting {', '.join(unknown)}; choose one of: {', '.join(sorted(current))}"
-            )
-        settings = Settings(**{**current, **changes})
-        with self.transaction() as db:
-            db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(asdict(settings)),))
-        return settings
 
     def close(self) -> None:
         with self._mutex:
