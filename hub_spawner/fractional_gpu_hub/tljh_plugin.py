@@ -16,7 +16,7 @@ import pluggy
 from traitlets.config import Config
 
 from fractional_gpu.config import ConfigError, load
-from fractional_gpu.config.service import CONFIG, UNIT, requirement, service_file
+from fractional_gpu.config.service import CONFIG, UNIT, requirement, service_files
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu_hub.configuration import configure
 from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
@@ -66,7 +66,7 @@ def tljh_post_install() -> None:
         f"# Written by the plugin for The Littlest JupyterHub from the section {SECTION} of its config.yaml.\n"
         f"c.GPUBroker.pools = {pools!r}\nc.GPUBroker.seats_required = True\n"
     )
-    UNIT.write_text(service_file(UNIT, sys.prefix))
+    UNIT.write_text(service_files(sys.prefix)[UNIT])
     for command in (("daemon-reload",), ("enable", UNIT.name), ("restart", UNIT.name)):
         subprocess.run(["systemctl", *command], check=True)
     for pool in settings.pools:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.config.service import UNIT, service_file
+from fractional_gpu.config.service import UNIT, service_files
 from fractional_gpu.engines.files import NodeFiles, change_site, install_files, site_files, wrapper_text
 from tests.support.paths import ROOT
 
@@ -61,7 +61,7 @@ def test_the_agents_unit_makes_the_folder_that_it_may_write_or_names_it(seats: s
 
 @pytest.mark.parametrize("unit", ["jupyter-gpu-agent.service", "jupyter-gpu.service"])
 def test_systemd_finds_no_fault_in_a_unit(tmp_path: Path, unit: str) -> None:
-    text = service_file(UNIT, "/opt/jupyter-gpu") if unit == UNIT.name else (EXAMPLES / unit).read_text()
+    text = service_files("/opt/jupyter-gpu")[UNIT] if unit == UNIT.name else (EXAMPLES / unit).read_text()
     file = tmp_path / unit
     file.write_text(text.replace("ExecStart=/opt/jupyter-gpu/bin/jupyter-gpu ", "ExecStart=/bin/true "))
     done = subprocess.run(

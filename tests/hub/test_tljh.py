@@ -18,8 +18,7 @@ from systemdspawner import SystemdSpawner
 from traitlets.config import Config
 
 from fractional_gpu import __version__
-from fractional_gpu.config import ConfigError, load
-from fractional_gpu.config.service import UNIT, service_file
+from fractional_gpu.config import ConfigError, load, service
 from fractional_gpu_hub import tljh_plugin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner
@@ -126,7 +125,9 @@ def test_after_the_installation_broker_unit_and_kernels_are_there(
     tljh: pluggy.PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[list[str]] = []
-    monkeypatch.setattr(tljh_plugin, "UNIT", tmp_path / "jupyter-gpu.service")
+    unit = tmp_path / "jupyter-gpu.service"
+    for module in (tljh_plugin, service):
+        monkeypatch.setattr(module, "UNIT", unit)
     monkeypatch.setattr(tljh_plugin, "CONFIG", tmp_path / "etc" / "jupyter_gpu_config.py")
     monkeypatch.setattr("subprocess.run", lambda command, *, check: done.append(command) if check else None)
     monkeypatch.setenv("TLJH_CONFIG", '{"fractional_gpu": {"pools": {"teaching": {"fractions": ["1/4", "1/2"]}}}}')
@@ -138,7 +139,7 @@ def test_after_the_installation_broker_unit_and_kernels_are_there(
     settings = load(str(tmp_path / "etc" / "jupyter_gpu_config.py"))
     assert settings.seats_required
     assert [pool.name for pool in settings.pools] == ["teaching"]
-    assert (tmp_path / "jupyter-gpu.service").read_text() == service_file(UNIT, sys.prefix)
+    assert unit.read_text() == service.service_files(sys.prefix)[unit]
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -25,25 +25,13 @@ import msgspec
 
 from fractional_gpu import __version__
 from fractional_gpu.client.discovery import SYSTEM_SOCKET
-from fractional_gpu.client.http import claim_holder
-from fractional_gpu.commands.broker import end_process
 from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI
 from fractional_gpu.commands.pool import parse_change
 from fractional_gpu.commands.terminal.arguments import FRACTIONS, Parser
 from fractional_gpu.commands.terminal.text import CommandError, file_errors, say
-from fractional_gpu.commands.uninstall import check_no_leases
+from fractional_gpu.commands.uninstall import check_no_leases, end_broker
 from fractional_gpu.config import ConfigError, Settings, load
-from fractional_gpu.config.service import (
-    CONFIG,
-    KERNELS,
-    PROFILE,
-    PROGRAM,
-    RECORD,
-    STATE,
-    UNIT,
-    requirement,
-    service_file,
-)
+from fractional_gpu.config.service import CONFIG, KERNELS, PROGRAM, RECORD, STATE, UNIT, requirement, service_files
 from fractional_gpu.core.units import plural
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.gpu.open import NVIDIA, open_monitor
@@ -200,7 +188,7 @@ def _set_up(options: argparse.Namespace, machine: Machine) -> int:
     record = machine.record
     steps = [machine.command(*words) for words in _installing(machine)]
     settings, wanted = _configuration(options, machine)
-    wanted |= {path: service_file(path, str(_ENVIRONMENT)).encode() for path in (PROGRAM, PROFILE, UNIT)}
+    wanted |= {path: text.encode() for path, text in service_files(str(_ENVIRONMENT)).items()}
     wanted |= _kernelspecs(settings)
     files, strange = machine.plan(wanted)
     if strange:
@@ -233,7 +221,7 @@ def _undo(options: argparse.Namespace, machine: Machine) -> int:
     steps = [machine.command("systemctl", "disable", "--now", UNIT.name)] if machine.read(UNIT) is not None else []
     if machine.is_here:
         check_no_leases([SYSTEM_SOCKET])
-        steps.append(("end the broker", _end_broker))
+        steps.append(("end the broker", partial(end_broker, SYSTEM_SOCKET)))  # if systemd has not done so
     steps += [*files, machine.command("systemctl", "daemon-reload")]
     steps += [machine.command("groupdel", group) for group in sorted(record.groups) if machine.has_group(group)]
     # The environment is removed last, because this command may run from it.
@@ -250,11 +238,6 @@ def _undo(options: argparse.Namespace, machine: Machine) -> int:
         kept = ", ".join(str(one) for one in [*strange, machine.real(STATE)] if one.exists())
         print(f"Undone. These stay until you remove them: {kept}" if kept else "The machine is as it was.")
     return 0
-
-
-def _end_broker() -> None:
-    if pid := claim_holder(SYSTEM_SOCKET):  # not started by systemd
-        end_process(pid)
 
 
 def _installing(machine: Machine) -> Iterator[list[str]]:
@@ -292,21 +275,19 @@ def _pools(options: argparse.Namespace) -> dict[str, Any]:
     sizes: list[int] = []
     with suppress(GPUError), closing(open_monitor(NVIDIA)) as monitor:
         sizes = [device.memory_mib for device in monitor.devices()]
-    if not sizes:
-        guess = "note: no GPU was found (`jupyter-gpu doctor` says why), so shares and limits are a guess"
-        say(f"{guess}; when there is one, undo this and run it again", sys.stderr)
-    shares, most = options.share or propose_shares(sizes), plural(max(1, len(sizes) // 2), "GPU")
-    say(f"{plural(len(sizes), 'GPU')}: shares {', '.join(shares)}; a user holds at most {most} at a time", sys.stderr)
-    common = {"fractions": shares, "user_limits": {"resident": max(1, len(sizes) // 2)}, "exclusive": True}
+    guess = (
+        "; a guess until there is a GPU (`jupyter-gpu doctor` says why there is none): then undo this and run it again"
+    )
+    shares, most = options.share or propose_shares(sizes), max(1, len(sizes) // 2)
+    said = f"shares {', '.join(shares)}; a user holds at most {plural(most, 'GPU')} at a time"
+    say(f"{plural(len(sizes), 'GPU')}: {said}{'' if sizes else guess}", sys.stderr)
+    common = {"fractions": shares, "user_limits": {"resident": most}, "exclusive": True}
     named = dict(map(parse_change, options.pool)) or {"default": {}}
     return {name: {**common, **keys} if isinstance(keys, dict) else keys for name, keys in named.items()}
 
 
 def propose_shares(sizes: list[int]) -> list[str]:
-    """Return the shares to offer, depending on how many models of useful size fit on the smallest device.
-
-    `sizes` has the memory of the devices in MiB.
-    """
+    """Return the shares of a device that have room for a model, for devices of these sizes in MiB."""
     models = min(sizes, default=4 * _MODEL_MIB) // _MODEL_MIB
     return [*(f"1/{one}" for one in (8, 4, 2) if one <= models), "1"]
 
@@ -316,9 +297,9 @@ def _kernelspecs(settings: Settings) -> dict[Path, bytes]:
     with tempfile.TemporaryDirectory(prefix="jupyter-gpu-") as scratch:
         for pool in settings.pools:
             for spec in install(pool.name, pool.fractions or ANY_OFFERS_MILLI, directory=scratch):
+                own, theirs = (
+                    json.dumps(one, ensure_ascii=False).encode() for one in (spec.argv[0], f"{_ENVIRONMENT}/bin/python")
+                )
                 for file in spec.folder.iterdir():
-                    found[KERNELS / spec.name / file.name] = file.read_bytes()
-                content = json.loads(found[KERNELS / spec.name / "kernel.json"])
-                content["argv"][0] = f"{_ENVIRONMENT}/bin/python"  # instead of this interpreter
-                found[KERNELS / spec.name / "kernel.json"] = json.dumps(content, indent=1).encode() + b"\n"
+                    found[KERNELS / spec.name / file.name] = file.read_bytes().replace(own, theirs)
     return found

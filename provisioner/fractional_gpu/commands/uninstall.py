@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
         if not found.items or input("Remove all of this? [y/N] ").strip().lower() not in ("y", "yes"):
             print("Nothing was removed.")
             return 0
-    for socket in found.sockets:
-        _end_broker(socket)
+    for socket in {*found.sockets} - {SYSTEM_SOCKET}:
+        end_broker(socket)
     check_no_leases(found.sockets)  # of kernels that have started meanwhile
     removed, failed = _remove(found.items)
     _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
@@ -173,9 +173,8 @@ def check_no_leases(sockets: list[str]) -> None:
             )
 
 
-def _end_broker(socket: str) -> None:
-    pid = claim_holder(socket)
-    if pid is not None and socket != SYSTEM_SOCKET:
+def end_broker(socket: str) -> None:
+    if (pid := claim_holder(socket)) is not None:
         check_owner(socket, pid)
         with say_if_slow(f"waiting for the broker on {socket} (process {pid}) to end ..."):
             end_process(pid)

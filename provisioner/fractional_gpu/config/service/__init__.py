@@ -19,9 +19,10 @@ STATE: Final = Path("/var/lib/jupyter-gpu")
 RECORD: Final = Path("/etc/jupyter-gpu-setup.json")  # written by `jupyter gpu setup-machine`
 
 
-def service_file(path: Path, environment: str) -> str:
-    """Return the text of `UNIT`, `PROGRAM` or `PROFILE` for the package in this environment."""
-    return (Path(__file__).parent / path.name).read_text(encoding="utf-8").replace("/opt/jupyter-gpu", environment)
+def service_files(environment: str) -> dict[Path, str]:
+    """Return the texts of `UNIT`, `PROGRAM` and `PROFILE` for the package in this environment."""
+    texts = {path: (Path(__file__).parent / path.name).read_text(encoding="utf-8") for path in (UNIT, PROGRAM, PROFILE)}
+    return {path: text.replace("/opt/jupyter-gpu", environment) for path, text in texts.items()}
 
 
 def requirement(extras: str) -> str:
