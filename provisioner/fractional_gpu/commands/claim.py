@@ -10,18 +10,17 @@ from typing import Final
 
 from fractional_gpu.client.claims import take_claim
 from fractional_gpu.commands.run.process import CannotRunError, check_program
-from fractional_gpu.commands.run.run import parse_wait
+from fractional_gpu.commands.run.run import add_program, parse_wait
 from fractional_gpu.commands.terminal.arguments import DURATIONS, Parser, checked_pool, whole_number
 from fractional_gpu.commands.terminal.progress import WaitLine
 from fractional_gpu.commands.terminal.render import lease_name
-from fractional_gpu.commands.terminal.text import CommandError, UsageError, answer, parse_argument, say
+from fractional_gpu.commands.terminal.text import UsageError, answer, parse_argument, say
 from fractional_gpu.core.units import format_memory, parse_duration_ms, parse_memory_mib
 from fractional_gpu.jupyter.kernel_lease import environment_without, lease_label
 from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.messages import LeaseRequest
 
 _PIDS: Final = range(1, 1 << 22)
-_DESCRIPTION: Final = "Reserve GPU memory for a program that Jupyter does not start, such as a model server."
 _EPILOG: Final = """\
 examples:
   jupyter gpu lease --memory 9GiB --ttl 10m          print the claim's id, its GPU and its end
@@ -34,18 +33,12 @@ With a program, the exit status is the program's. Without one, it is 75 if there
 
 
 def configure(parser: Parser) -> None:
-    parser.describe(_DESCRIPTION, _EPILOG)
+    parser.describe("Reserve GPU memory for a program that Jupyter does not start, such as a model server.", _EPILOG)
     parser.argument("--memory", "SIZE", "device memory, for example 9GiB")
     parser.argument("--ttl", "DURATION", "how long it lasts (default: as long as the pool allows)", by=DURATIONS)
-    pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
-    parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
     parser.argument("--holder", "PID", "the claim ends with this process, which must be yours")
-    parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
-    parser.argument("--wait", "DURATION", "how long to wait for room (default: no limit)", by=DURATIONS)
     parser.flag("--json", "print the claim as JSON")
-    parser.argument(
-        "command", "COMMAND", "the program to run under the claim, and its arguments", nargs=argparse.REMAINDER
-    )
+    add_program(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,9 +63,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         lease, device, bound = take_claim(request, wait_ms, line.update)
     except NoRoomError as error:
-        failure = CommandError(str(error))
-        failure.exit_code = os.EX_TEMPFAIL if error.reason == "timeout" else 1
-        raise failure from None
+        say(f"jupyter gpu: {error}", sys.stderr)
+        return os.EX_TEMPFAIL if error.reason == "timeout" else 1
     finally:
         line.stop()
     if command:  # the command replaces this process, which holds the claim

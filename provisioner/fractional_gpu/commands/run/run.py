@@ -63,12 +63,9 @@ def configure(parser: Parser) -> None:
     parser.describe(_DESCRIPTION, _EPILOG)
     fraction = os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")
     parser.argument("--fraction", "FRACTION", "the share (default: 1/4)", by=FRACTIONS, default=fraction)
-    pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
-    parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
     parser.argument("--memory", "SIZE", "device memory, for example 20GiB (default: the fraction's share)")
     parser.argument("--devices", "N", "the number of whole GPUs, 1 to 8 (default: 1)", default="1")
     parser.argument("--priority", "N", "higher priorities go first, up to the pool's limit", default="0")
-    parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
     parser.argument(
         "--serve",
         "PORT",
@@ -76,12 +73,14 @@ def configure(parser: Parser) -> None:
         action="append",
         default=[],
     )
-    parser.argument(
-        "--wait",
-        "DURATION",
-        "how long to wait for the GPU before starting (default: no limit)",
-        by=DURATIONS,
-    )
+    add_program(parser)
+
+
+def add_program(parser: Parser) -> None:
+    pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
+    parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
+    parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
+    parser.argument("--wait", "DURATION", "how long to wait for room (default: no limit)", by=DURATIONS)
     parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
 
 
