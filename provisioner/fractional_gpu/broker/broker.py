@@ -145,9 +145,7 @@ class Broker:
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)
         self.enforcement = Enforcement(self)
-        self.asked_servers: list[
-            Callable[[Kernel], str]
-        ] = []  # each returns what a model server was asked to do for a kernel
+        self.asked_servers: list[Callable[[Kernel], str]] = []  # what each model server was asked to do for a kernel
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self, context_sizes or ContextSizes())
         self.survivors = Survivors(self, swaps.inspector)

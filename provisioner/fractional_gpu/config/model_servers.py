@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-_ENTRY = re.compile(r"([a-z-]+)(?:=http://(?:127\.0\.0\.1|localhost)(?::([1-9]\d{0,4}))?/?)?", re.ASCII)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelServer:
@@ -46,22 +44,20 @@ SERVERS: Final[Mapping[str, ModelServer]] = {
         loses="its KV cache: it keeps the weights in host memory, and answers no request until it is woken", commands=("VLLM::",)),
 }
 # fmt: on
+_ENTRY: Final = re.compile(
+    rf"({'|'.join(SERVERS)})(?:=http://(?:127\.0\.0\.1|localhost)(?::([1-9]\d{{0,4}}))?/?)?", re.ASCII
+)
 
 
 def parse_yielders(value: object) -> tuple[ModelServer, ...]:
     """Return the servers. Raises ValueError with a message that says what is allowed."""
-    servers = [_parse(str(one)) for one in value] if isinstance(value, (list, tuple)) else [None]
-    if None in servers:
-        raise ValueError(
-            f"expected a list of {', '.join(map(repr, SERVERS))}; if a server is not at its usual port, with an http URL on "
-            "127.0.0.1 or localhost, such as 'ollama=http://127.0.0.1:11500'"
-        )
-    return tuple(one for one in dict.fromkeys(servers) if one is not None)
-
-
-def _parse(entry: str) -> ModelServer | None:
-    match = _ENTRY.fullmatch(entry)
-    server = SERVERS.get(match[1]) if match else None
-    if match is None or server is None or int(match[2] or 1) > 65_535:
-        return None
-    return replace(server, port=int(match[2] or server.port))
+    servers: dict[ModelServer, None] = {}
+    for one in value if isinstance(value, (list, tuple)) else [None]:
+        if (match := _ENTRY.fullmatch(str(one))) is None or int(match[2] or 1) > 65_535:
+            raise ValueError(
+                f"expected a list of {', '.join(map(repr, SERVERS))}; if a server is not at its usual port, with an http URL on "
+                "127.0.0.1 or localhost, such as 'ollama=http://127.0.0.1:11500'"
+            )
+        server = SERVERS[match[1]]
+        servers[replace(server, port=int(match[2] or server.port))] = None
+    return tuple(servers)

@@ -35,11 +35,14 @@ def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
 
 
 def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
-    """Return the group that only the process's user or seat uses, or None.
+    """Return the group that only the process's user or seat uses, or None. Blocks.
 
-    Kernels of other users in the group may later prove that it is shared (see `HardCaps`). Raises ProcessLookupError or OSError.
+    Kernels of other users in the group may later prove that it is shared (see `HardCaps`).
     """
-    leaf = group_of(pid, proc=proc)
+    try:
+        leaf = group_of(pid, proc=proc)
+    except OSError:  # the process has ended
+        return None
     if leaf is None or leaf == ROOT or leaf == group_of_self(proc=proc):
         return None
     workload = parse_workload(b"0::" + str(leaf).encode())
@@ -60,12 +63,9 @@ def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
 
 
 def own_path(pid: int, uid: int) -> str:
-    """Return the path of the group from `own_group`, or "" if there is none or the process cannot be read. Blocks."""
-    try:
-        found = own_group(pid, uid) if pid > 0 else None
-    except (ProcessLookupError, OSError):
-        return ""
-    return found.path if found is not None else ""
+    """Return the path of the group from `own_group`, or "" if there is none."""
+    found = own_group(pid, uid)
+    return "" if found is None else found.path
 
 
 def group_of_self(*, proc: Path = PROC) -> PurePosixPath | None:

@@ -56,15 +56,12 @@ def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
     if ticket is None:
         return view.reason, view.sentence, None
     asked = "" if kernel is None else "".join(f"; {said}" for one in broker.asked_servers if (said := one(kernel)))
-    sentence = _name_strangers(broker, view, ticket.sentence) if ticket.reason == "wait.stranger" else ticket.sentence
+    sentence = ticket.sentence
+    if ticket.reason == "wait.stranger":
+        viewer, known = Viewer(_NO_USER, caller=view.spec.uid), broker.enforcement.strangers
+        there = (one for at in broker.arbiter.stranger_devices(view.spec.lease_id) for one in known.get(at, []))
+        sentence = sentence.replace(STRANGERS_HOLD, describe_strangers(map(viewer.shown, there)) or STRANGERS_HOLD)
     return ticket.reason, f"{sentence}{asked}", ticket.expected
-
-
-def _name_strangers(broker: Broker, view: LeaseView, sentence: str) -> str:
-    viewer, known = Viewer(uid=_NO_USER, caller=view.spec.uid), broker.enforcement.strangers
-    devices = broker.arbiter.stranger_devices(view.spec.lease_id)
-    named = describe_strangers(viewer.shown(one) for device in devices for one in known.get(device, []))
-    return sentence.replace(STRANGERS_HOLD, named) if named else sentence
 
 
 def times(expected: Span | None) -> dict[str, Any]:
@@ -167,17 +164,11 @@ class Viewer:
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
     def shown(self, stranger: Stranger) -> Stranger:
-        """Return what the viewer may see of a process that has no lease.
-
-        Only the owner and administrators see everything. Others, and all seats (which share uids), see the user's name and the memory.
-        """
+        """Return what the viewer may see of the process. Holders of a seat share uids, so they see no process as their own."""
         own = stranger.uid is not None and stranger.uid == self.caller
         if self.seat is None and (own or self.uid is None):
             return structs.replace(stranger, own=own)
         return Stranger(user=stranger.user, used_mib=stranger.used_mib)
-
-
-_NOBODY = Viewer(uid=_NO_USER)
 
 
 def host_status(broker: Broker, socket: str, viewer: Viewer) -> HostStatus:
@@ -214,7 +205,7 @@ def host_status(broker: Broker, socket: str, viewer: Viewer) -> HostStatus:
 
 
 def device_status(broker: Broker, device_id: str) -> DeviceStatus:
-    (device,) = [one for one in host_status(broker, "", _NOBODY).devices if one.device_id == device_id]
+    (device,) = [one for one in host_status(broker, "", Viewer(_NO_USER)).devices if one.device_id == device_id]
     return device
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from msgspec import MsgspecError, Struct
 from msgspec.json import decode
@@ -177,7 +177,6 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
 
     Raises ConnectionError with a message that explains what went wrong.
     """
-    client = SimpleAsyncHTTPClient(force_instance=True, max_body_size=_MOST_BYTES)
     request = HTTPRequest(
         f"http://127.0.0.1:{server.port}{path}",
         method="GET" if body is None else "POST",
@@ -188,11 +187,10 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
         decompress_response=False,
     )
     try:
-        response = await client.fetch(request, raise_error=False)
+        with closing(SimpleAsyncHTTPClient(force_instance=True, max_body_size=_MOST_BYTES)) as client:
+            response = await client.fetch(request, raise_error=False)
     except Exception as error:  # what the server sends decides which error this is
         raise ConnectionError(f"does not answer ({type(error).__name__})") from error
-    finally:
-        client.close()
     if response.code // 100 != 2:
         raise ConnectionError(f"answered with status {response.code}")
     return response.body

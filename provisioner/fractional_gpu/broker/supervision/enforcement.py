@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -27,7 +27,7 @@ from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
 from fractional_gpu.gpu.interface import DeviceActivity, DeviceUse, GPUError, ProcessKind, ProcessUse
 from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.clock import since_boot_us
-from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, open_pidfd, owner_and_name
+from fractional_gpu.host.process import ProcessIdentity, Snapshot, identify, open_pidfd, owner_and_name
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import GateVerb
 from fractional_gpu.protocol.status import Stranger
@@ -79,8 +79,8 @@ class Enforcement:
                 if process.pid in owners:
                     lease_id, identity = owners[process.pid]
                     self._users.setdefault(lease_id, set()).add(identity)
-            strangers = [process for process in users if process.pid not in owners]
-            self.strangers[device_id] = sorted(map(_described, strangers), key=lambda one: -one.used_mib)
+            strangers = {_described(process): process for process in users if process.pid not in owners}
+            self.strangers[device_id] = sorted(strangers, key=lambda one: -one.used_mib)
             if strangers and self._refuses(device_id):
                 for identity in self._foreign(strangers, processes):
                     unwanted[identity] = self._unwanted.get(identity) or _StrangerToEnd(self._clock())
@@ -109,21 +109,17 @@ class Enforcement:
         pools = self._broker.arbiter.pools().values()
         return any(device_id in pool.devices and pool.strangers is Strangers.REFUSE for pool in pools)
 
-    def _foreign(self, strangers: Iterable[ProcessUse], processes: Snapshot | None) -> list[ProcessIdentity]:
-        found = []
-        for process in strangers:
-            if process.kind is not ProcessKind.GRAPHICS and not self._is_spared(process.pid, processes):
+    def _foreign(
+        self, strangers: Mapping[Stranger, ProcessUse], processes: Snapshot | None
+    ) -> Iterator[ProcessIdentity]:
+        for one, process in strangers.items():
+            lease_id = processes.marker(one.pid) if processes is not None else None
+            is_spared = (
+                one.pid in self.exempt_pids or one.command.startswith(_SERVERS) or lease_id in self._broker.kernels
+            )
+            if process.kind is not ProcessKind.GRAPHICS and not is_spared:
                 with suppress(ProcessLookupError, PermissionError, ValueError):  # it ended, or is unreadable
-                    found.append(identify(process.pid))
-        return found
-
-    def _is_spared(self, pid: int, processes: Snapshot | None) -> bool:
-        try:
-            command = (PROC / str(pid) / "comm").read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            return True  # it ended
-        lease_id = processes.marker(pid) if processes is not None else None
-        return pid in self.exempt_pids or command.startswith(_SERVERS) or lease_id in self._broker.kernels
+                    yield identify(one.pid)
 
     def _end_stranger(self, identity: ProcessIdentity, stranger: _StrangerToEnd) -> None:
         there_s = self._clock() - stranger.since_s

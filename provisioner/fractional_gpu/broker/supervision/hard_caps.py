@@ -193,8 +193,5 @@ class HardCaps:
         if identity not in self._groups:
             if len(self._groups) > 2 * len(self._broker.kernels) + 16:
                 self._groups.clear()
-            try:
-                self._groups[identity] = self._group_of(identity.pid, kernel.uid)
-            except (ProcessLookupError, OSError):
-                return None
+            self._groups[identity] = self._group_of(identity.pid, kernel.uid)
         return self._groups[identity]
