@@ -177,7 +177,7 @@ def test_a_file_that_others_wrote_stays(root: Path, capsys: pytest.CaptureFixtur
     unit.write_bytes(b"[Unit]\nDescription=mine \xff\n")
     before = tree_of(root)
     assert set_up(root) == 1
-    assert f"others wrote {unit}, so nothing was changed" in capsys.readouterr().err
+    assert f"did not write {unit}; move it away" in capsys.readouterr().err
     assert tree_of(root) == before
 
 

@@ -68,7 +68,7 @@ BROKER: dict[str, Row] = {
     "gate_timeout": (2000, 5000, ("1ms", "expected a duration from 10 ms")),
     "checkpoint_deadline": (600_000, 1_200_000, ("10ms", "expected a duration from 1 s"), [("1h", 3_600_000)]),
     "default_pool": ("", "default", ("huge", "there is no such pool; choose one of: default"), (True, TEXT)),
-    "default_fraction": (None, 500, ("3/2", "at most 1"), (0.3, "pool 'default' does not offer it; it offers: 1/8, 1/4, 1/2, 3/4, 1"),
+    "default_fraction": (None, 500, ("3/2", "at most 1"), (0.3, "pool 'default' does not offer that; it offers: 1/8, 1/4, 1/2, 3/4, 1"),
         [(0.125, 125), (1, 1000)]),
     "log_level": ("INFO", "DEBUG", ("LOUD", "expected 'DEBUG', 'INFO', 'WARNING' or 'ERROR'"), [("warning", "WARNING")]),
     "devices": (None, ("0", "1"), ([], f"{DEVICES} of device numbers and UUIDs"), ("0", DEVICES), ([-1], "-1 is not a device"),

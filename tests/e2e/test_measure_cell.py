@@ -36,7 +36,7 @@ def test_a_cell_is_measured_in_separate_processes_with_the_setup_that_it_names_u
     assert "alone on 1: " in shown
     assert "1/2 next to 1 other: " in shown
     assert "No smaller share is known to be enough" in shown
-    assert "ALL TENANTS" in shown
+    assert "ALL UNITS/s" in shown
     assert notebook.must("print(kept, passes, 'buffer' in globals())").text == "7 0 False\n", (
         "the kernel ran none of it"
     )

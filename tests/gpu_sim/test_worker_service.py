@@ -378,7 +378,7 @@ def _request(**changes: object) -> dict[str, object]:
         (_request(backend=None), "unknown", "Expected `str`, got `null`"),
         (_request(backend="simulated"), "not-supported", "this service drives simulated"),
         (_request(backend="kind:other"), "not-supported", "'kind:other', but this service drives simulated"),
-        (_request(), "not-permitted", "sent no claim"),
+        (_request(), "not-permitted", "sent no lock file"),
     ],
 )
 def test_a_request_that_is_not_the_brokers_starts_nothing(
@@ -401,7 +401,7 @@ def test_a_claim_that_another_broker_holds_starts_nothing(standing: Service, tmp
     fatal = _ask(standing.path, _request(), read)["error"]
     assert (fatal["code"], fatal["message"]) == (
         C.NOT_PERMITTED.value,
-        "the broker's claim is not a file that can be locked",
+        "the broker's lock file is not a regular file; use the same release for both",
     )
     os.close(read)
     os.close(write)

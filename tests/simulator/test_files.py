@@ -108,7 +108,7 @@ def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Se
     assert set(seen) == {0, 1}
     assert replay(tmp_path / "run.log")[0] == seen.total()
     (tmp_path / "odd.log").write_text("\n".join(lines).replace('"host":1', '"host":7') + "\n")
-    with pytest.raises(TraceError, match=r"line \d+: there is no host 7; the record has 2"):
+    with pytest.raises(TraceError, match=r"line \d+: there is no host 7; the log has 2 hosts"):
         replay(tmp_path / "odd.log")
 
 
@@ -142,14 +142,14 @@ def test_a_replay_names_the_first_event_that_is_answered_differently(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "line 2: not a line of a record, or damaged: JSON is malformed"),
-        ("[]", "line 2: not a line of a record, or damaged: Expected `object`"),
-        ('{"event": "Party", "fields": {}, "digest": ""}', "there is no event 'Party'"),
+        ("nonsense", "line 2: this line is damaged, or not from an event log: JSON is malformed"),
+        ("[]", "line 2: this line is damaged, or not from an event log: Expected `object`"),
+        ('{"event": "Party", "fields": {}, "digest": ""}', "this release has no event 'Party'"),
         (
             '{"event": "Tick", "fields": {"at": 1}, "digest": ""}',
             "line 2, Tick: .*Object missing required field `at_ms`",
         ),
-        ('{"event": "Tick", "digest": ""}', "line 2, Tick: not a line of a record, or damaged"),
+        ('{"event": "Tick", "digest": ""}', "line 2, Tick: this line is damaged, or not from an event log"),
     ],
 )
 def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> None:

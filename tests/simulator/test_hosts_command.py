@@ -45,7 +45,7 @@ def test_baselines_and_the_search_for_hosts_work_on_random_hosts(capsys: pytest.
 
 def test_a_session_that_no_host_can_serve_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--users", "20", "--hosts", "2x(2x80GiB)", "--set", "door=random"]) == 1
-    assert "of synthetic users, with --set several_gpus=0" in capsys.readouterr().err
+    assert "for synthetic users, with --set several_gpus=0" in capsys.readouterr().err
 
 
 def test_the_help_has_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,7 +243,7 @@ def test_bad_input_is_one_clear_line(
 
 def test_a_machine_too_small_for_sessions_of_several_gpus_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--users", "20", "--devices", "2x80GiB"]) == 1
-    assert "of synthetic users, with --set several_gpus=0" in capsys.readouterr().err
+    assert "for synthetic users, with --set several_gpus=0" in capsys.readouterr().err
     assert simulated(capsys, "--users", "20", "--devices", "2x80GiB", *ONE_GPU)["sessions"] == 40
     assert main(["simulate", "--users", "20", "--devices", "2x80GiB", "--set", "one_gpu_only=true", "--json"]) == 0
     shown = capsys.readouterr()

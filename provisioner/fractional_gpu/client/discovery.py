@@ -226,7 +226,7 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
     while (holder := claim_holder(path)) is not None or time.monotonic() < restarts_until_s:
         if holder is not None and time.monotonic() > deadline_s:
             raise BrokerUnavailableError(
-                f"the GPU broker at {path} is running (process {holder}), but its socket is gone, and it did not restore it within "
+                f"the GPU broker at {path} is running (process {holder}), but its socket was deleted and not restored within "
                 f"{timeout_s:g} s; see its log. `jupyter gpu broker --restart --socket {path}` restarts it; kernels lose nothing"
             )
         time.sleep(_PAUSE_S)
@@ -275,7 +275,7 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
             )
         except OSError as error:
             raise BrokerUnavailableError(
-                f"the GPU broker could not be started: {argv[0]}: {error.strerror}; if that environment was removed, "
+                f"the GPU broker could not be started: {argv[0]}: {error.strerror}; if its Python environment was removed, "
                 f"delete {restart_file(path)}"
             ) from error
         try:

@@ -435,7 +435,7 @@ You rarely need this: a kernel's next cell brings it back. If there is no room, 
 examples:
   jupyter gpu pin 3f2a 30m              keep it on its GPU for half an hour
   jupyter gpu pin 3f2a 2h               a new pin replaces the old one, and moves the end of a claim
-  jupyter gpu unpin 3f2a                the rest of it goes back to your budget
+  jupyter gpu unpin 3f2a                the rest of the pin goes back to your budget
 
 A pool limits how long a pin may last, and each user's pinned time per day. `jupyter gpu suspend` still works, and ends the pin.
 """,

@@ -36,7 +36,7 @@ COMMANDS: dict[str, _Entry] = {
     "lab": _Entry("lab", "start JupyterLab with kernels on fractions of a GPU", passes_on=True),
     "run": _Entry("run.run", "run a script or a model server on a share of a GPU"),
     "lease": _Entry("claim", "reserve GPU memory for a program that Jupyter does not start"),
-    "release": _Entry(_LEASES, "end a claim"),
+    "release": _Entry(_LEASES, "end a reservation made with `jupyter gpu lease`"),
     "measure": _Entry("measuring.measure", "measure which share of a GPU is enough for a program"),
     "status": _Entry("status", "show the GPUs, and which kernels hold or wait for them"),
     "suspend": _Entry(_LEASES, "save a kernel's GPU memory to host memory and free the GPU"),

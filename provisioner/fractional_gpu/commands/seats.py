@@ -94,5 +94,5 @@ def _said(seat: SeatStatus) -> str:
         f"{_name(seat)}: {_share(seat)}; {plural(seat.kernels, 'kernel')} with "
         f"{format_gpus(seat.used_milli)}; for {format_duration(seat.age_ms // 1000 * 1000)}"
         + ("" if seat.workload is None else f"; of {_WORKLOADS.get(seat.workload.engine, '')} {seat.workload.id}")
-        + ("" if seat.confirmed else "; not confirmed yet")
+        + ("" if seat.confirmed else "; not yet confirmed by its hub")
     )

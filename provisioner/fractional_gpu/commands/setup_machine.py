@@ -192,7 +192,9 @@ def _set_up(options: argparse.Namespace, machine: Machine) -> int:
     wanted |= _kernelspecs(settings)
     files, strange = machine.plan(wanted)
     if strange:
-        raise CommandError(f"others wrote {', '.join(map(str, strange))}, so nothing was changed: move it away")
+        raise CommandError(
+            f"nothing was changed: this command did not write {', '.join(map(str, strange))}; move it away"
+        )
     if (group := settings.admin_group) and not machine.has_group(group):
         steps.append(machine.command("groupadd", "--system", group))
         record.groups.add(group)
@@ -208,7 +210,7 @@ def _set_up(options: argparse.Namespace, machine: Machine) -> int:
         machine.save()
         print("The machine is set up; `jupyter-gpu doctor` checks it.")
     elif not options.dry_run:
-        print("The files are in place; what was not run here remains to be run.")
+        print("The files are in place. On the machine itself, run the commands that were not run here.")
     return 0
 
 

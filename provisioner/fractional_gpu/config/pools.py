@@ -116,7 +116,7 @@ class Pool(HasTraits):
     )
     unattached_leases = Setting(
         values.whole_number(1, 512), 64, 128, to="unattached_leases",
-        help="How many leases a user may have without a running kernel, because it is starting or has ended.",
+        help="How many leases without a running kernel a user may have, for kernels that are starting or have ended.",
     )
     unattached_share = Setting(
         values.share, "50%", "100%", to="unattached_share_milli",
@@ -186,8 +186,8 @@ class Pool(HasTraits):
     )
     longest_claim = Setting(
         values.duration(), "1h", "10m", to="longest_claim_ms",
-        help="How long a claim may last before it is renewed. It keeps memory for a program that the broker does not know (`jupyter gpu "
-        "lease`), so it cannot be suspended, and it counts against pin_budget. 0: no claims.",
+        help="How long a claim may last before it is renewed. A claim (`jupyter gpu lease`) keeps memory for a program that the broker "
+        "does not know, so it cannot be suspended, and it counts against pin_budget. 0: no claims.",
     )
     warn_before = Setting(
         values.duration(), 0, "1m", to="warn_before_ms",
@@ -300,8 +300,8 @@ class Pool(HasTraits):
     )
     when_full = Setting(
         values.one_of("wait", "refuse"), "wait", "refuse",
-        help="Hub: what happens to a server while the pool is full: 'wait': it waits in the queue; 'refuse': it is refused with the "
-        "reason.",
+        help="Hub: what happens to a server that is started while the pool is full: 'wait': it waits in the queue; 'refuse': it does not "
+        "start, and its user sees the reason.",
     )
     kernels_per_seat = Setting(
         values.whole_number(1, 512), 4, 8,

@@ -180,7 +180,7 @@ class Settings(HasTraits):
     )
     cull_warning = Setting(
         values.duration(), "15m", "1h",
-        help="How long before its end a kernel's user is warned, in the notebook and in its status. A cell keeps the kernel.",
+        help="How long before it ends a kernel the broker warns its user, in notebook and status. Running a cell keeps the kernel.",
     )
     yielders = Setting(
         parse_yielders, [], ["ollama", "comfyui=http://127.0.0.1:8189"],
@@ -189,7 +189,7 @@ class Settings(HasTraits):
     )
     yield_for_everyone = Setting(
         values.boolean, False, True,
-        help="Whether the yielders also release memory for other users' kernels. Servers that run as a system service need this.",
+        help="Whether the `yielders` servers also release memory for other users' kernels. Those that run as system services need this.",
     )
     metrics_address = Setting(
         values.metrics_address, "", "127.0.0.1:9464",
@@ -249,7 +249,7 @@ class Settings(HasTraits):
             raise ConfigError(f"{self.where('pools')}: {problem}")
         offered, milli = self.first_pool.fractions, self.default_fraction
         if milli is not None and offered and milli not in offered:
-            problem = f"pool {self.first_pool.name!r} does not offer it; it offers: {', '.join(map(format_fraction, offered))}"
+            problem = f"pool {self.first_pool.name!r} does not offer that; it offers: {', '.join(map(format_fraction, offered))}"
             raise config_error(self.where("default_fraction"), format_fraction(milli), problem)
         if self.metrics_address is not None and not self.metrics_public:
             address = self.metrics_address[0]

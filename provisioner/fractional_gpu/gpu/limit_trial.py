@@ -28,7 +28,7 @@ async def try_memory_limit(
             ) as process:
                 found = await worker.read_limit(device_id, group)
                 if found is None or found.hard_mib != device_mib or found.used_mib < MEMORY_MIB:
-                    return LimitTrial(why_not=f"a limit of {device_mib} MiB was set, but the driver reports {found}")
+                    return LimitTrial(why_not=f"a test set a limit of {device_mib} MiB, but the driver reports {found}")
                 near_mib = found.used_mib + MEMORY_MIB // 2
                 await worker.set_limit(device_id, group, near_mib)
                 is_told = await ask_probe(process, "size") == str(near_mib)
@@ -37,7 +37,8 @@ async def try_memory_limit(
                 within = await ask_probe(process, "grow")
                 if (past, within) != ("full", "grown"):
                     return LimitTrial(
-                        why_not=f"an allocation past the limit answered {past or 'nothing'}, and one below it {within or 'nothing'}"
+                        why_not=f"an allocation beyond a test limit reported {past or 'nothing'}, not full, or one below it "
+                        f"{within or 'nothing'}, not grown"
                     )
                 await worker.set_limit(device_id, group, None)
                 return LimitTrial(is_told=is_told)

@@ -216,17 +216,19 @@ def listen(path: str) -> socket.socket:
 def _take_claim(descriptors: list[int]) -> None:
     """Lock the claim's file. This also works if the sender holds the lock, because descriptors share it. Raises GPUError."""
     if not descriptors:
-        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no lock file; use the same release for both")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
-        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker's claim is not a file that can be locked")
+        raise GPUError(
+            GPUErrorCode.NOT_PERMITTED, "the broker's lock file is not a regular file; use the same release for both"
+        )
     try:
         fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise GPUError(
-            GPUErrorCode.WORKER_BUSY, "the checkpoint worker of another broker holds the claim and is still running"
+            GPUErrorCode.WORKER_BUSY, "another broker's checkpoint worker is still running; wait until it ends"
         ) from None
     except OSError as error:
-        raise GPUError(GPUErrorCode.NOT_PERMITTED, f"could not lock the broker's claim: {error}") from error
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, f"could not lock the broker's lock file: {error}") from error
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:

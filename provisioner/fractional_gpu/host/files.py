@@ -94,18 +94,15 @@ def open_own(path: Path | str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        number, wrong = errno.EINVAL, "is not a regular file"
+        number, wrong = errno.EINVAL, "the path is not a regular file"
     elif status.st_uid != os.geteuid():
-        number, wrong = errno.EPERM, f"belongs to another user (uid {status.st_uid})"
+        number, wrong = errno.EPERM, f"the file belongs to another user (uid {status.st_uid})"
     elif status.st_nlink > 1:
-        number, wrong = (
-            errno.EMLINK,
-            f"has {status.st_nlink} hard links, so writing to it may change another file",
-        )
+        number, wrong = errno.EMLINK, f"the file has {status.st_nlink} hard links, so a write may change another file"
     else:
         return descriptor
     os.close(descriptor)
-    raise OSError(number, f"it {wrong}; move it away", str(path))
+    raise OSError(number, f"{wrong}; move it away", str(path))
 
 
 def replace_file(

@@ -150,6 +150,6 @@ def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) 
     remedy = "--mem" if engine == SLURM else "resources.limits.memory"
     return (
         f"{limit.limited_by} is less than the {base_mib} MiB that a kernel uses plus the {cap_mib} MiB of GPU memory saved there "
-        f"while it is idle: its kernels may fail to suspend, and then keep others from the GPU; raise {remedy} to "
+        f"while it is idle: kernels there may fail to suspend, and then keep others from the GPU; raise {remedy} to "
         f"{base_mib + cap_mib} MiB"
     )

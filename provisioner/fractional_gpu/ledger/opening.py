@@ -180,7 +180,7 @@ def _check_names(path: Path) -> None:
         if names > 1:
             raise ledger_error(
                 path,
-                f"would change another file: {one.name} has {names} hard links",
+                f"cannot be used safely: {one.name} has {names} hard links, so a write would change another file, too",
                 f"`find / -samefile {one}` lists them; remove the others, or move this one away",
             )
 

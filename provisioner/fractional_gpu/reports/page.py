@@ -169,7 +169,7 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
             (name, width, amount_text(amount, currency) if currency else text)
             for (name, width, amount), text in zip(named, hours, strict=True)
         ]
-        heading = f"Cost by {title}, {currency}" if currency else f"GPU hours that count, by {title}"
+        heading = f"Cost by {title}, {currency}" if currency else f"Charged GPU hours by {title}"
         found.append(Bars(heading, rows))
     return found
 

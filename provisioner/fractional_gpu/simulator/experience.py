@@ -119,7 +119,7 @@ class UserExperience:
         total = sum(cells.values())
         limits = sorted(goal.waits(), key=lambda limit: limit[1])
         self._waits = [_Allowance.of(percent, ms, total, "GPU cells' waits") for percent, ms in limits]
-        self._doors = [_Allowance.of(percent, ms, len(trace), "waits at the door") for percent, ms in goal.doors()]
+        self._doors = [_Allowance.of(percent, ms, len(trace), "waits for a host") for percent, ms in goal.doors()]
         if (limit_ms := goal.p95_late_ms) is not None:
             self._late = {user: _Allowance.of(95, limit_ms, count) for user, count in cells.items()}
             self._late_users_left = sum(count > 0 for count in cells.values()) * 5 // 100

@@ -156,8 +156,8 @@ def lease_for(host: Host, session: Session) -> LeaseSpec:
     if session.most_gpus > most:
         raise SimulationError(
             f"session {session.session_id!r} uses {session.most_gpus} GPUs at once, but a lease of pool {pool.name!r} may have {most}; "
-            "simulate more in one host with --devices or --hosts, or leave such sessions out with --set one_gpu_only=true or, of synthetic "
-            "users, with --set several_gpus=0"
+            "simulate more in one host with --devices or --hosts, or leave such sessions out with --set one_gpu_only=true or, for "
+            "synthetic users, with --set several_gpus=0"
         )
     whole = PoolSpec(name=pool.name, devices=pool.devices, fractions_milli=(1000,)) if several else pool
     milli, cap_mib = fraction_for(session, whole, device_mib)

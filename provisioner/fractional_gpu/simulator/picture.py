@@ -104,7 +104,7 @@ def _figures(results: Sequence[Result]) -> list[tuple[str, Callable[[Result], fl
         ("waits of GPU cells: 95th percentile, s", lambda result: result.waits.percentile_ms(95) / 1000),
         ("waits of GPU cells: longest, s", lambda result: result.waits.percentile_ms(100) / 1000),
         *([(worst_host, lambda result: max(result.host_p95_ms, default=0) / 1000)] if several else []),
-        ("waits at the door: 95th percentile, s", lambda result: result.doors.percentile_ms(95) / 1000),
+        ("waits for a host: 95th percentile, s", lambda result: result.doors.percentile_ms(95) / 1000),
         ("lateness of GPU cells: 95th percentile, s", lambda result: result.lateness.cells.percentile_ms(95) / 1000),
         (
             "lateness of GPU cells: 95th percentile of the worst user, s",

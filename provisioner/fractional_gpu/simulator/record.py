@@ -120,9 +120,9 @@ def replay(path: Path) -> tuple[int, int]:
                 if not line.event:
                     continue
                 if not 0 <= line.host < len(arbiters):
-                    raise TraceError(f"{where}: there is no host {line.host}; the record has {len(arbiters)}")
+                    raise TraceError(f"{where}: there is no host {line.host}; the log has {len(arbiters)} hosts")
                 if line.event not in _EVENTS:
-                    raise TraceError(f"{where}: there is no event {line.event[:40]!r}")
+                    raise TraceError(f"{where}: this release has no event {line.event[:40]!r}")
                 event = _decoded(f"{where}, {line.event}", line.fields, _EVENTS[line.event])
                 effects = arbiters[line.host].handle(event)
                 if digest(effects) != line.digest:
@@ -150,7 +150,7 @@ def _begin(path: Path, line: str) -> list[Arbiter]:
     except msgspec.DecodeError:
         head = None
     if head is None or (head.format, head.version) != (_FORMAT, _VERSION):
-        raise TraceError(f"{path} is not an event log of version {_VERSION}; record one with --set record=FILE")
+        raise TraceError(f"{path} is not an event log of this release; write one with `simulate --set record=FILE`")
     return [Arbiter(parallel_swaps=host.parallel_swaps) for host in head.hosts]
 
 
@@ -158,4 +158,4 @@ def _decoded(where: str, text: str | msgspec.Raw, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:
-        raise TraceError(f"{where}: not a line of a record, or damaged: {error}") from error
+        raise TraceError(f"{where}: this line is damaged, or not from an event log: {error}") from error

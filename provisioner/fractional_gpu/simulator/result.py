@@ -129,7 +129,7 @@ class Result:
     def missed(self, goal: Goal) -> str:
         if self.hopeless:
             return self.hopeless
-        kinds = (("GPU cells' waits", self.waits, goal.waits()), ("waits at the door", self.doors, goal.doors()))
+        kinds = (("GPU cells' waits", self.waits, goal.waits()), ("waits for a host", self.doors, goal.doors()))
         for what, spread, limits in kinds:
             for percent, limit_ms in limits:
                 if spread.percentile_ms(percent) > limit_ms:

@@ -49,7 +49,7 @@ def tenant(tmp_path: Path) -> Tenant:
 def test_what_is_reserved_used_or_not_to_be_had_is_no_spare_room(device: dict[str, Any]) -> None:
     assert no_spare_room(host(), "default", 250, 4, "gpu-0") == ""
     assert no_spare_room(host(reserved_mib=500), "default", 250, 2, "gpu-0") == ""
-    assert "has 500 MiB unreserved" in no_spare_room(host(**device), "default", 250, 2, "gpu-0")
+    assert "has the 500 MiB free" in no_spare_room(host(**device), "default", 250, 2, "gpu-0")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,9 @@ def test_a_process_without_a_lease_is_named_where_no_lease_can_have_worked(tenan
 
 def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:
     suspended = changed(OURS, state="suspending")
-    assert disturbance(host(suspended), [tenant], "gpu-0", "default") == "a tenant was suspending"
+    assert disturbance(host(suspended), [tenant], "gpu-0", "default") == (
+        "a program of this step lost the device (its lease was suspending)"
+    )
 
 
 @pytest.mark.parametrize(

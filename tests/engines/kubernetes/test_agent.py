@@ -145,7 +145,7 @@ def test_an_agent_lives_with_its_pods_and_ends_in_order(
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (("--pool", "default=jgpu"), "give only the pool's name; its count is fractional-gpu.jupyter.org/POOL"),
+        (("--pool", "default=jgpu"), "give only the pool's name; its resource is fractional-gpu.jupyter.org/POOL"),
         (("--kubeconfig", "/nowhere/config"), "with /nowhere/config"),
     ],
 )

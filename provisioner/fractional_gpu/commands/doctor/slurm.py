@@ -203,7 +203,7 @@ def check_broker(options: argparse.Namespace) -> Iterator[Finding]:
         return
     if missing := sorted(counts.keys() - there):
         said = f"it has no pool {', '.join(missing)}; its pools: {', '.join(sorted(there))}"
-        yield problem("broker", said, "give --pool POOL=COUNT, or add the pool")
+        yield problem("broker", said, "give --pool POOL=GRES, or add the pool")
     else:
         yield ok("broker", f"it answers on {socket}, with pool {', '.join(sorted(counts))}")
     mode = Path(socket).stat().st_mode & 0o777

@@ -154,9 +154,9 @@ def verdict(findings: Sequence[Finding], most_slower: float) -> str:
 def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text]":
     header = (
         "SHARE",
-        "TENANTS",
+        "PROGRAMS",
         "UNITS/s",
-        "ALL TENANTS",
+        "ALL UNITS/s",
         "MEDIAN",
         "P95",
         "MEMORY",
@@ -225,7 +225,7 @@ def picture(findings: Sequence[Finding]) -> str:
 
     panels: list[tuple[str, Callable[[Finding], float], Callable[[Finding], float]]] = [
         (
-            "units of work per second, all tenants",
+            "units of work per second, all programs",
             lambda one: one.device_units_s,
             lambda one: one.setting.tenants / alone.unit_s,
         ),
@@ -242,7 +242,7 @@ def picture(findings: Sequence[Finding]) -> str:
         for title, ours, apart in panels
     ]
     rows = [drawn[:2], drawn[2:]]
-    return curves(rows, across="tenants", up="see each panel", note="")
+    return curves(rows, across="programs on the device", up="see each panel", note="")
 
 
 _SIGNALLED: Final = 128
@@ -275,7 +275,7 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--fractions",
         "F,...",
-        "shares to measure, each on a device full of tenants with that share (default: all on offer)",
+        "shares to measure, each on a device full of programs with that share (default: all on offer)",
         by=FRACTIONS,
     )
     parser.argument(
@@ -292,7 +292,7 @@ def configure(parser: Parser) -> None:
     )
     parser.flag("--may-wait", "wait for room like other programs, instead of using spare room only")
     parser.flag("--json", "print all figures as JSON")
-    parser.argument("--picture", "FILE", "write charts over the number of tenants as SVG", type=Path)
+    parser.argument("--picture", "FILE", "write charts as SVG, by the number of programs on the device", type=Path)
     parser.flag("--end-with-input", argparse.SUPPRESS)  # for %%gpu measure
     parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
 
@@ -371,7 +371,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     if not command:
         raise UsageError("give a program after --, for example: jupyter gpu measure -- python train.py")
     if options.fractions is not None and options.copies is not None:
-        raise UsageError("--fractions and --copies both set the number of tenants; leave one of them out")
+        raise UsageError("--fractions and --copies both set the number of programs; leave one of them out")
     command = _notebook(command)
     neighbours = [_words(text) for text in options.neighbour]
     for one in [command, *neighbours]:
@@ -499,7 +499,7 @@ class Measurement:
         if self.disturbed:
             often = sum(self.disturbed.values())
             reason = max(self.disturbed, key=lambda one: self.disturbed[one])
-            lines.append(f"{plural(often, 'step')} left out because of others, most often: {reason}")
+            lines.append(f"{plural(often, 'step')} left out because others disturbed them, most often: {reason}")
         return lines
 
     def _settings(self) -> list[Setting]:

@@ -140,7 +140,9 @@ class Places:
                     continue
                 elsewhere.append(tenant)  # keeps its place for now, so that the next tenant does not get it
                 if len(elsewhere) >= _MOST_ELSEWHERE:
-                    raise NoSpareRoomError(f"pool {self.pool} placed {_MOST_ELSEWHERE} programs on other devices")
+                    raise NoSpareRoomError(
+                        f"the broker did not place {len(commands)} programs on one device of pool {self.pool}"
+                    )
             for tenant in elsewhere:
                 tenant.end()
             self._patience_s = PATIENCE_S
@@ -239,8 +241,8 @@ def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, 
     if spare_mib >= reserve_mib * wanted:
         return ""
     return (
-        f"no device of pool {pool} has {reserve_mib * wanted} MiB unreserved for {wanted} more of these shares; at most "
-        f"{max(0, spare_mib)} MiB are"
+        f"no device of pool {pool} has the {reserve_mib * wanted} MiB free that {wanted} more of these shares need; at most "
+        f"{max(0, spare_mib)} MiB are free"
     )
 
 
@@ -249,7 +251,7 @@ def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, p
     for lease in status.leases:
         if lease.lease_id in ours:
             if lease.state != "resident":
-                return f"a tenant was {lease.state}"
+                return f"a program of this step lost the device (its lease was {lease.state})"
         elif lease.spec.pool == pool and lease.position is not None:
             return f"{lease.spec.label or lease.lease_id} is waiting for a GPU"
     if not any(one.device_id == device_id and not one.lost for one in status.devices):

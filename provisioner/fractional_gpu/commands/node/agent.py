@@ -267,6 +267,6 @@ def _pools(options: argparse.Namespace) -> list[str]:
     for word in options.pool or ():
         if "=" in word or not word:
             raise UsageError(
-                f"--pool {word!r}: with --engine kubernetes, give only the pool's name; its count is {resource_of('POOL')}"
+                f"--pool {word!r}: with --engine kubernetes, give only the pool's name; its resource is {resource_of('POOL')}"
             )
     return list(dict.fromkeys(options.pool or ["default"]))

@@ -24,8 +24,8 @@ def add_node_options(parser: Parser) -> None:
     )
     parser.argument(
         "--pool",
-        "POOL[=COUNT]",
-        f"a pool, and the name of its count in the engine (repeatable; default: default={COUNT})",
+        "POOL[=GRES]",
+        f"a pool and, for Slurm, the name of its generic resource (repeatable; default: default={COUNT})",
         action="append",
     )
     parser.argument(
@@ -72,14 +72,14 @@ def counts_of(words: list[str] | None) -> dict[str, str]:
         pool, separator, count = word.partition("=")
         count = count if separator else COUNT
         if not pool or not pool.isprintable():
-            raise UsageError(f"--pool {word!r} does not name a pool; use POOL or POOL=COUNT, such as default={COUNT}")
+            raise UsageError(f"--pool {word!r} does not name a pool; use POOL or POOL=GRES, such as default={COUNT}")
         if not _NAME.fullmatch(count) or count in RESERVED:
             raise UsageError(
-                f"--pool {word!r}: {count!r} is not a valid name for a count; use a lower-case letter followed by lower-case letters, "
-                f"digits and `_`, but not {', '.join(RESERVED)}"
+                f"--pool {word!r}: {count!r} is not a valid name for a generic resource; use a lower-case letter followed by "
+                f"lower-case letters, digits and `_`, but not {', '.join(RESERVED)}"
             )
         if pool in counts or count in counts.values():
-            raise UsageError(f"--pool {word!r}: name each pool and each count only once")
+            raise UsageError(f"--pool {word!r}: name each pool and each resource only once")
         counts[pool] = count
     return counts
 
