@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from fractional_gpu.broker.accounting.metering import Turns
+from fractional_gpu.broker.clock import Clocks
 from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import LeaseRequested
@@ -44,7 +45,7 @@ def ledger_of(run: Path, path: Path) -> Path:
     now = [0]
     arbiter = Arbiter()
     with closing(Ledger.open(path)) as ledger:
-        turns = Turns(arbiter, cast("Any", Writer(ledger)), now=lambda: now[0], wall=lambda: WALL_MS + now[0])
+        turns = Turns(arbiter, cast("Any", Writer(ledger)), Clocks(now=lambda: now[0], wall=lambda: WALL_MS + now[0]))
         known = set()
         for line in run.read_text().splitlines()[1:]:
             entry = json.loads(line)

@@ -69,11 +69,9 @@ class Resizer:
         self._bursts: dict[object, Size] = {}
         self._own: Size | None = None  # the share without bursts, or None if no burst has changed it
 
-    def change(
-        self, milli: int | None, memory_mib: int | None, line: LiveLine | None, wait_ms: int = _WAIT_MS
-    ) -> LeaseStatus:
+    def change(self, milli: int | None, memory_mib: int | None, line: LiveLine | None) -> LeaseStatus:
         """Resize the lease and wait for the new share. Nothing changes if this raises FractionalGPUError or KeyboardInterrupt."""
-        status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=wait_ms), line)
+        status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=_WAIT_MS), line)
         with self._lock:
             if self._own is not None:  # after later bursts, the lease returns to this share
                 self._own = Size(status.spec.fraction_milli, status.spec.reserve_mib)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Self
 
 from fractional_gpu.host.clock import since_boot_ns
@@ -31,6 +32,18 @@ def wall_ms() -> int:
     No decision may depend on it, because the wall clock can be set.
     """
     return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The clocks of a recorder, in milliseconds: `now` and `wall` as above, and `boot` since boot."""
+
+    now: Callable[[], int] = now_ms
+    wall: Callable[[], int] = wall_ms
+    boot: Callable[[], int] = lambda: since_boot_ns() // 1_000_000
+
+
+CLOCKS: Final = Clocks()
 
 
 async def within(seconds: float, event: asyncio.Event) -> bool:

@@ -144,19 +144,12 @@ class KubernetesEngine:
     """
 
     def __init__(
-        self,
-        settings: client.Configuration,
-        node: str,
-        pools: Iterable[str],
-        say: Callable[[str], None],
-        *,
-        first_pause_s: float = _FIRST_PAUSE_S,
+        self, settings: client.Configuration, node: str, pools: Iterable[str], say: Callable[[str], None]
     ) -> None:
         self._settings = settings
         self._node = node
         self._names = {pool: pods.resource_of(pool) for pool in pools}
         self._say = say
-        self._first_pause_s = first_pause_s
         self._pods: dict[str, Pod] | None = None
         self._trouble = ""
         self._loop = asyncio.new_event_loop()
@@ -228,7 +221,7 @@ class KubernetesEngine:
             # A watch that repeatedly ends right after it began also counts as a failure.
             failures = failures + 1 if clock() - begun_s < _SHORT_S else 0
             if failures:
-                pause_s = min(self._first_pause_s * 2.0 ** min(failures - 1, 16), _LONGEST_PAUSE_S)
+                pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(failures - 1, 16), _LONGEST_PAUSE_S)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads requests
 
     def _take(self, kind: str, found: object) -> None:

@@ -42,10 +42,9 @@ SIMULATED: Final = "simulated"
 class WorkerService:
     """The supervisor. `kind` is the kind of device; with `simulated`, the worker opens the simulated devices that the broker names."""
 
-    def __init__(self, path: str, kind: str = "nvidia", *, python: str = sys.executable) -> None:
+    def __init__(self, path: str, kind: str = "nvidia") -> None:
         self.path = path
         self._kind = kind
-        self._python = python
         self._worker: Worker | None = None
         self._channel: socket.socket | None = None  # the worker's end of the channel, used to stop the worker
         self._starting = asyncio.Lock()
@@ -142,7 +141,7 @@ class WorkerService:
             )
         if self._stop.is_set():
             raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker's service is stopping")
-        worker, channel = Worker.start(self._python, backend, descriptors)
+        worker, channel = Worker.start(sys.executable, backend, descriptors)
         self._worker, self._channel = worker, channel
         log.info("started checkpoint worker %d for broker %d", worker.pid, pid)
         with worker.channel as theirs:  # after the block, only the broker has a copy

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from fractional_gpu.broker.accounting.habits import ShareHabits
+from fractional_gpu.broker.clock import Clocks
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
 from fractional_gpu.ledger.ledger import Ledger
@@ -51,8 +52,7 @@ class World:
             self.hand.arbiter,
             cast("Any", self.writer),
             self.kernels,
-            now=lambda: self.hand.now,
-            wall=lambda: self.wall_ms,
+            Clocks(now=lambda: self.hand.now, wall=lambda: self.wall_ms),
         )
         self.habits.begin(self.ledger)
 

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.accounting.metering import Clocks, Metering
+from fractional_gpu.broker.accounting.metering import Metering
+from fractional_gpu.broker.clock import Clocks
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import Attached, Event, LeaseRecovered, LeaseReleased, LeaseRequested

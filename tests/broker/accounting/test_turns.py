@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from fractional_gpu.broker.accounting.metering import Turns
+from fractional_gpu.broker.clock import Clocks
 from fractional_gpu.core.events import BusyChanged
 from tests.core.driving import Hand, pool
 from tests.support.counted import calls_of
@@ -17,7 +18,7 @@ def calls_for_one_of(waiting: int) -> int:
         hand.want(f"k{number}")
     last = f"k{waiting - 1}"
     assert hand.arbiter.ticket(last) is not None
-    turns = Turns(hand.arbiter, cast("Any", None), now=lambda: hand.now, wall=lambda: hand.now)
+    turns = Turns(hand.arbiter, cast("Any", None), Clocks(now=lambda: hand.now, wall=lambda: hand.now))
     return calls_of(lambda: turns.saw(BusyChanged(at_ms=hand.now, lease_id=last, busy=False), []))
 
 

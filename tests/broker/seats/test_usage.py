@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from fractional_gpu.broker.clock import Clocks
 from fractional_gpu.broker.seats.draws import UsageRecorder
 from fractional_gpu.broker.seats.offers import PoolForecasts
 from fractional_gpu.config import load
@@ -45,7 +46,7 @@ class World:
         self.meter = self.restarted()
 
     def restarted(self) -> UsageRecorder:
-        return UsageRecorder(self.broker, self.forecasts, wall=lambda: self.wall_ms, now=lambda: self.now_ms)
+        return UsageRecorder(self.broker, self.forecasts, Clocks(now=lambda: self.now_ms, wall=lambda: self.wall_ms))
 
     def lease(self, owner: str, *, busy: bool, used_mib: int, state: LeaseState = LeaseState.RESIDENT) -> Any:  # noqa: ANN401
         view = SimpleNamespace(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.services import revocation_notice
 from fractional_gpu.broker.services.revocation_notice import (
     Notice,
     RevocationNotice,
@@ -166,7 +167,9 @@ def test_a_notice_without_a_time_has_the_deadline_that_is_configured_and_keeps_i
     assert two.broker.writer.ledger.drain_deadlines() == deadlines
 
 
-def test_a_source_that_cannot_be_read_withdraws_nothing(two: LiveBroker, tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_read_withdraws_nothing(
+    two: LiveBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers: list[Notice | None] = [Notice()]
 
     def read(_: Path | str) -> Notice | None:
@@ -174,7 +177,8 @@ def test_a_source_that_cannot_be_read_withdraws_nothing(two: LiveBroker, tmp_pat
             raise UnreadableNoticeError("it does not answer")
         return answers.pop()
 
-    notice = RevocationNotice(two.broker, tmp_path, 600_000, drains=True, read=read)
+    monkeypatch.setattr(revocation_notice, "read_notice", read)
+    notice = RevocationNotice(two.broker, tmp_path, 600_000, drains=True)
     _look(two, notice)
     assert all(one["draining"] for one in _look(two, notice))
     answers.append(None)

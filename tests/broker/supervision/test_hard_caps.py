@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.supervision import hard_caps
 from fractional_gpu.broker.supervision.hard_caps import HardCaps
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.checkpoint_trial import LimitTrial
@@ -16,6 +17,7 @@ from fractional_gpu.host.own_group import OwnGroup
 from fractional_gpu.host.process import ProcessIdentity
 
 UNIT = "/a.service"
+GROUPS: dict[int, OwnGroup | None] = {}
 
 
 @dataclass
@@ -42,7 +44,6 @@ class World:
         self.driver = Driver()
         self.kernels: dict[str, Kernel] = {}
         self.leases: dict[str, Any] = {}
-        self.groups: dict[int, OwnGroup | None] = {}
         self.pool = SimpleNamespace(exclusive=False)
         arbiter = SimpleNamespace(lease=self.leases.get, pools=lambda: {"default": self.pool})
         self.broker = SimpleNamespace(
@@ -51,13 +52,11 @@ class World:
             devices={"gpu0": SimpleNamespace(memory_mib=1000), "gpu1": SimpleNamespace(memory_mib=1000)},
             views=lambda: [(self.kernels[one], view) for one, view in self.leases.items()],
         )
-        self.caps = HardCaps(
-            cast("Any", self.broker), cast("Any", self.driver), group_of=lambda pid, _uid: self.groups[pid]
-        )
+        self.caps = HardCaps(cast("Any", self.broker), cast("Any", self.driver))
 
     def lease(self, lease_id: str, mib: int, *, owner: str = "ada", group: str = UNIT) -> Kernel:
         pid = len(self.kernels) + 10
-        self.groups[pid] = OwnGroup(group, is_leaf=True)
+        GROUPS[pid] = OwnGroup(group, is_leaf=True)
         spec = SimpleNamespace(lease_id=lease_id, owner=owner, seat="", pool="default")
         self.leases[lease_id] = SimpleNamespace(
             spec=spec, state=LeaseState.RESIDENT, device_ids=("gpu0",), reserved_mib=mib
@@ -76,7 +75,9 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    GROUPS.clear()
+    monkeypatch.setattr(hard_caps, "own_group", lambda pid, _uid: GROUPS[pid])
     return World()
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from kubernetes_asyncio import client
 
+from fractional_gpu.engines import kubernetes
 from fractional_gpu.engines.kubernetes import KubernetesEngine
 from tests.engines.kubernetes.api_server import TOKEN, ApiServer
 
@@ -61,6 +62,11 @@ def settings_for(server: ApiServer) -> client.Configuration:
     return settings
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "_FIRST_PAUSE_S", 0.01)
+
+
 @pytest.fixture
 def said() -> list[str]:
     """Return what the agent wrote to its log."""
@@ -69,11 +75,11 @@ def said() -> list[str]:
 
 @pytest.fixture
 def engine(server: ApiServer, said: list[str]) -> Iterator[KubernetesEngine]:
-    """The real client, with short pauses."""
+    """The real client."""
     with engine_of(server, said) as engine:
         yield engine
 
 
 def engine_of(server: ApiServer, said: list[str], node: str = NODE) -> KubernetesEngine:
-    """Return a node's engine whose client has short pauses."""
-    return KubernetesEngine(settings_for(server), node, ("default", "large"), said.append, first_pause_s=0.01)
+    """Return a node's engine."""
+    return KubernetesEngine(settings_for(server), node, ("default", "large"), said.append)

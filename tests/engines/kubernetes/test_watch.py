@@ -105,12 +105,12 @@ def test_a_server_that_fails_is_asked_again_and_its_pods_stay(
 def test_a_wrong_token_and_a_server_that_is_not_there_are_told_apart(server: ApiServer, said: list[str]) -> None:
     settings = settings_for(server)
     settings.api_key["BearerToken"] = "Bearer another"
-    with KubernetesEngine(settings, NODE, ("default",), said.append, first_pause_s=0.01) as engine:
+    with KubernetesEngine(settings, NODE, ("default",), said.append) as engine:
         until(engine, lambda: said, "it says why")
     assert "(401:" in said[0]
     del said[:]
     settings.host = "http://127.0.0.1:1"
-    with KubernetesEngine(settings, NODE, ("default",), said.append, first_pause_s=0.01) as engine:
+    with KubernetesEngine(settings, NODE, ("default",), said.append) as engine:
         until(engine, lambda: said, "it says why")
     assert said[0].startswith("the Kubernetes API does not answer: ")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.clock import CLOCKS, Clocks
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
@@ -49,21 +49,14 @@ class ShareHabits:
     """How the notebooks of one broker use their shares. Used on its loop. `kernels` maps leases to live kernels."""
 
     def __init__(
-        self,
-        arbiter: Arbiter,
-        writer: LedgerWriter,
-        kernels: Mapping[str, Kernel],
-        *,
-        now: Callable[[], int] = now_ms,
-        wall: Callable[[], int] = wall_ms,
+        self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks = CLOCKS
     ) -> None:
         self.recorder = UseRecorder()
         self.seat_share: Callable[[str], Share | None] = lambda _seat: None  # replaced by the code for seats
         self._arbiter = arbiter
         self._writer = writer
         self._kernels = kernels
-        self._now = now
-        self._wall = wall
+        self._clocks = clocks
         self._holders: dict[str, HabitKey] = {}  # leases and seats at the last sample
         self._given: dict[HabitKey, GivenAdvice] = {}
         self._told: dict[HabitKey, _LastAdvice] = {}
@@ -89,16 +82,16 @@ class ShareHabits:
             if spec.seat:
                 seats.setdefault(spec.seat, (spec, []))[1].append(sample)
             holders[lease_id] = key = self._key(view)
-            self.recorder.observe(self._now(), self._today(), lease_id, key, sample)
+            self.recorder.observe(self._clocks.now(), self._today(), lease_id, key, sample)
         for seat, (spec, samples) in seats.items():
             share = self.seat_share(seat)
             if share is not None:
                 key = HabitKey(spec.pool, spec.owner, True, HabitKind.SEAT, "")
                 holders[seat] = key
-                self.recorder.observe(self._now(), self._today(), seat, key, _together(share, samples))
+                self.recorder.observe(self._clocks.now(), self._today(), seat, key, _together(share, samples))
         for holder, key in self._holders.items():
             if holder not in holders:
-                self.recorder.observe(self._now(), self._today(), holder, key, None)
+                self.recorder.observe(self._clocks.now(), self._today(), holder, key, None)
         self._holders = holders
 
     def write(self) -> None:
@@ -145,11 +138,11 @@ class ShareHabits:
     def _advice(self, key: HabitKey, share: Share) -> ShareAdvice | None:
         told = self._told.get(key)
         if told is None or told.share != share or not self._is_fresh(told):
-            told = self._told[key] = _LastAdvice(share, self._now(), self._worked_out(key, share))
+            told = self._told[key] = _LastAdvice(share, self._clocks.now(), self._worked_out(key, share))
         return told.advice
 
     def _is_fresh(self, told: _LastAdvice) -> bool:
-        return self._now() - told.at_ms < _FRESH_MS
+        return self._clocks.now() - told.at_ms < _FRESH_MS
 
     def _worked_out(self, key: HabitKey, share: Share) -> ShareAdvice | None:
         pool = self._arbiter.pools().get(key.pool)
@@ -172,7 +165,7 @@ class ShareHabits:
         return self.recorder.key(spec.pool, spec.owner, spec.label, seated=bool(spec.seat))
 
     def _today(self) -> int:
-        return self._wall() // _DAY_MS
+        return self._clocks.wall() // _DAY_MS
 
 
 def _message(key: HabitKey, advice: Advice) -> ShareAdvice:

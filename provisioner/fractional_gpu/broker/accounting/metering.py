@@ -11,13 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import msgspec
 
-from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.clock import CLOCKS, Clocks
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
@@ -29,7 +29,6 @@ from fractional_gpu.core.metering.turns import TurnRecorder
 from fractional_gpu.core.metering.usage import UsageRow
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceSensors
-from fractional_gpu.host.clock import since_boot_ns
 from fractional_gpu.host.process import boot_id
 from fractional_gpu.ledger.ledger import METER, Ledger
 
@@ -61,24 +60,17 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
     idle_mw: dict[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    now: Callable[[], int] = now_ms
-    wall: Callable[[], int] = wall_ms
-    boot: Callable[[], int] = lambda: since_boot_ns() // 1_000_000
-
-
 class Metering:
     """One broker's meter, used on its loop. `kernels` maps leases to live kernels."""
 
     def __init__(
-        self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks | None = None
+        self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks = CLOCKS
     ) -> None:
         self.meter = Meter(local_time)
         self._arbiter = arbiter
         self._writer = writer
         self._kernels = kernels
-        self._clocks = clocks or Clocks()
+        self._clocks = clocks
         self._began_ms = self._clocks.now()
         self._boot_id = boot_id()  # read now, because the broker may be out of descriptors later
         self._saved_mib: dict[str, int] = {}  # by suspended lease
@@ -203,19 +195,11 @@ class Turns:
     Turns that take less than `_LEAST_TURN_MS`, including the wait, are left out.
     """
 
-    def __init__(
-        self,
-        arbiter: Arbiter,
-        writer: LedgerWriter,
-        *,
-        now: Callable[[], int] = now_ms,
-        wall: Callable[[], int] = wall_ms,
-    ) -> None:
+    def __init__(self, arbiter: Arbiter, writer: LedgerWriter, clocks: Clocks = CLOCKS) -> None:
         self._recorder = TurnRecorder()
         self._arbiter = arbiter
         self._writer = writer
-        self._now = now
-        self._wall = wall
+        self._clocks = clocks
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
         touched = {one.lease_id for one in effects if isinstance(one, StateChanged | LeaseEnded | Granted)}
@@ -230,7 +214,7 @@ class Turns:
             self._recorder.saw(event.at_ms, lease_id, holding, asks=asks, busy=waits, use_milli=use)
 
     def write(self) -> None:
-        shift = self._wall() - self._now()  # from the arbiter's clock to wall time
+        shift = self._clocks.wall() - self._clocks.now()  # from the arbiter's clock to wall time
         fresh, self._recorder.turns = self._recorder.turns, []
         rows = [
             replace(one, asked_ms=one.asked_ms + shift, begun_ms=one.begun_ms + shift, ended_ms=one.ended_ms + shift)

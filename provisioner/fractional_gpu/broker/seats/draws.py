@@ -8,12 +8,12 @@ number of kernels.
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from fractional_gpu.broker.broker import Broker, token_digest
-from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.clock import CLOCKS, Clocks
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.seats.offers import HISTORY_DAYS, LAST_SEATS, PoolForecasts
@@ -184,23 +184,15 @@ class UsageRecorder:
     busy kernels.
     """
 
-    def __init__(
-        self,
-        broker: Broker,
-        forecasts: PoolForecasts,
-        *,
-        wall: Callable[[], int] = wall_ms,
-        now: Callable[[], int] = now_ms,
-    ) -> None:
+    def __init__(self, broker: Broker, forecasts: PoolForecasts, clocks: Clocks = CLOCKS) -> None:
         self._broker = broker
         self._forecasts = forecasts
-        self._wall, self._now = wall, now
-        self._last_ms = now()
-        self._written_ms = now()
+        self._clocks = clocks
+        self._last_ms = self._written_ms = clocks.now()
         self._unwritten: dict[tuple[str, str, int], UsageRecord] = {}
 
     def recover(self, ledger: Ledger) -> None:
-        self._forecasts.learn(ledger.usage(self._wall() // _DAY_MS - HISTORY_DAYS))
+        self._forecasts.learn(ledger.usage(self._clocks.wall() // _DAY_MS - HISTORY_DAYS))
         for pool in self._broker.arbiter.pools():
             self._forecasts.lasted_ms[pool] = ledger.seat_times_ms(pool, LAST_SEATS)
 
@@ -209,16 +201,16 @@ class UsageRecorder:
             while True:
                 await asyncio.sleep(_EVERY_S)
                 self.sample()
-                if self._now() - self._written_ms >= _WRITE_EVERY_MS:
+                if self._clocks.now() - self._written_ms >= _WRITE_EVERY_MS:
                     self.write()
         finally:
             self.sample()
             self.write()
 
     def sample(self) -> None:
-        step_ms = min(max(0, self._now() - self._last_ms), _LONGEST_STEP_MS)
-        self._last_ms = self._now()
-        day = self._wall() // _DAY_MS
+        step_ms = min(max(0, self._clocks.now() - self._last_ms), _LONGEST_STEP_MS)
+        self._last_ms = self._clocks.now()
+        day = self._clocks.wall() // _DAY_MS
         seen: dict[tuple[str, str], tuple[bool, int]] = {}
         for kernel, view in self._broker.views():
             if kernel.identity is None:
@@ -237,8 +229,8 @@ class UsageRecorder:
 
     def write(self) -> None:
         fresh, self._unwritten = list(self._unwritten.values()), {}
-        self._written_ms = self._now()
+        self._written_ms = self._clocks.now()
         self._forecasts.learn(fresh)
-        self._forecasts.forget(self._wall() // _DAY_MS - HISTORY_DAYS)
+        self._forecasts.forget(self._clocks.wall() // _DAY_MS - HISTORY_DAYS)
         for usage in fresh:
             self._broker.writer.submit(partial(self._broker.writer.ledger.add_usage, usage), again=True)

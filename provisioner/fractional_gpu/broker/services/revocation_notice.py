@@ -11,7 +11,7 @@ import asyncio
 import http.client
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -127,20 +127,11 @@ class RevocationNotice:
     `default_ms` is the time left if the notice names no deadline.
     """
 
-    def __init__(
-        self,
-        broker: Broker,
-        source: Path | str,
-        default_ms: int,
-        *,
-        drains: bool,
-        read: Callable[[Path | str], Notice | None] = read_notice,
-    ) -> None:
+    def __init__(self, broker: Broker, source: Path | str, default_ms: int, *, drains: bool) -> None:
         self._broker = broker
         self._source = source
         self._default_ms = default_ms
         self._drains = drains
-        self._read = read
         self._deadline_ms: int | None = None  # of the current notice, wall-clock ms
         self._must_drain = False  # whether devices still have to be drained
         self._drained: dict[str, bool | None] | None = None  # as in the ledger; None if not read yet
@@ -158,7 +149,7 @@ class RevocationNotice:
     async def look(self) -> None:
         """Read the source once and act on it. Raises LedgerError. If cancelled, the next call or the next broker continues."""
         try:
-            notice = await asyncio.to_thread(self._read, self._source)
+            notice = await asyncio.to_thread(read_notice, self._source)
         except UnreadableNoticeError as error:
             self._complain(f"{error}; keeping the last known state")
             return

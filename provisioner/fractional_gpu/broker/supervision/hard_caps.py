@@ -10,7 +10,7 @@ cannot test the driver. If it finds limits, it keeps them up to date.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.clock import within
@@ -41,18 +41,11 @@ class HardCaps:
     `why_not` is a sentence that explains why the driver caps no kernel. If it is "", the driver caps kernels in limited groups.
     """
 
-    def __init__(
-        self,
-        broker: "Broker",
-        worker: WorkerLink,
-        *,
-        group_of: Callable[[int, int], OwnGroup | None] = own_group,
-    ) -> None:
+    def __init__(self, broker: "Broker", worker: WorkerLink) -> None:
         self.why_not = _NOT_TRIED
         self._broker = broker
         self._worker = worker
         self._is_told = False
-        self._group_of = group_of
         self._groups: dict[ProcessIdentity, OwnGroup | None] = {}
         self._set: dict[Key, int] = {}  # MiB
         self._failed: dict[Key, str] = {}  # why the driver refused the last change
@@ -193,5 +186,5 @@ class HardCaps:
         if identity not in self._groups:
             if len(self._groups) > 2 * len(self._broker.kernels) + 16:
                 self._groups.clear()
-            self._groups[identity] = self._group_of(identity.pid, kernel.uid)
+            self._groups[identity] = own_group(identity.pid, kernel.uid)
         return self._groups[identity]
