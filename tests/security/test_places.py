@@ -235,7 +235,7 @@ def test_a_ledger_that_another_prepared_is_refused(folder: Path, what: str) -> N
         theirs.rename(path)
     else:
         os.link(theirs, path)
-    with pytest.raises(LedgerError, match=r"not a regular file|belongs to uid"):
+    with pytest.raises(LedgerError, match=r"is not a regular file|belongs to another user"):
         Ledger.open(path)
 
 

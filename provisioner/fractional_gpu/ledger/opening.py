@@ -89,14 +89,10 @@ def connect(path: Path) -> sqlite3.Connection:
     with explained(path, "cannot be examined", "check the owner and mode of its folder"):
         if os.path.lexists(path.with_name(path.name + WHOLE)):
             adopt_whole(path)
-        try:
-            found = os.lstat(path)
-        except FileNotFoundError:
-            found = None
-    if found is None:
-        _create(path)
+    if os.path.lexists(path):
+        _check_files(path)
     else:
-        _check_file(path, found)
+        _create(path)
     connection = connect_existing(path)
     try:
         with explained(path, "cannot be read"):
@@ -173,48 +169,26 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _check_names(path: Path) -> None:
-    """Check that neither the ledger nor its logs have another hard link, since writes would change that file, too. Raises LedgerError."""
-    for one in (path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm", "-journal")):
-        names = os.lstat(one).st_nlink if os.path.lexists(one) else 0
-        if names > 1:
-            raise ledger_error(
-                path,
-                f"cannot be used safely: {one.name} has {names} hard links, so a write would change another file, too",
-                f"`find / -samefile {one}` lists them; remove the others, or move this one away",
-            )
-
-
-def _check_file(path: Path, found: os.stat_result) -> None:
-    """Before SQLite opens a file, check its type, owner, mode and write permission, and the program that its header names."""
-    if not stat.S_ISREG(found.st_mode):
-        kind = (
-            "a directory" if stat.S_ISDIR(found.st_mode) else "a link" if stat.S_ISLNK(found.st_mode) else "not a file"
-        )
-        raise ledger_error(path, f"is {kind}, not a regular file", "move it away or choose another state_dir")
-    if found.st_uid != os.geteuid():
-        raise ledger_error(
-            path,
-            f"belongs to uid {found.st_uid}, not to uid {os.geteuid()}",
-            "start the broker as that user or choose another state_dir",
-        )
-    _check_names(path)
-    if found.st_mode & 0o022:
-        raise ledger_error(
-            path,
-            f"can be written to by other users (mode {found.st_mode & 0o777:04o})",
-            f"if its contents can be trusted, run: chmod 600 {path}",
-        )
+def _check_files(path: Path) -> None:
+    """Before SQLite opens the ledger, check the kind, owner, links and mode of its files, and the program that the header names."""
     # If a process closes any descriptor of a file, it loses all its POSIX locks on that file, even those of SQLite. We hold the ledger's
     # lock, so this process has no other connection to the file.
-    with explained(path, "cannot be opened for writing", "check its owner and mode, and that its disk is writable"):
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with explained(path, "cannot be read"):
-            os.fchmod(descriptor, 0o600)
-            header = os.pread(descriptor, _HEADER_BYTES, 0)
-    finally:
-        os.close(descriptor)
+    remedy = "check its owner and mode, and that its disk is writable, or choose another state_dir"
+    for file in (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal", "")):
+        if os.path.lexists(file):
+            with explained(path, f"cannot be opened for writing: {file.name}", remedy):
+                descriptor = open_own(file, os.O_RDWR)
+                try:
+                    mode, header = os.fstat(descriptor).st_mode, os.pread(descriptor, _HEADER_BYTES, 0)
+                finally:
+                    os.close(descriptor)
+    if mode & 0o022:
+        raise ledger_error(
+            path,
+            f"can be written to by other users (mode {mode & 0o777:04o})",
+            f"if its contents can be trusted, run: chmod 600 {path}",
+        )
+    path.chmod(0o600)
     if not header:
         raise ledger_error(path, "is empty (zero bytes)")
     if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):

@@ -82,7 +82,7 @@ def foreign(path: Path) -> None:
     [
         (garbage, ["is not a ledger", "restore a backup"]),
         (emptiness, ["is empty (zero bytes)", "restore a backup"]),
-        (folder, ["is a directory, not a regular file", "move it away or choose another state_dir"]),
+        (folder, ["cannot be opened for writing: ", "Is a directory", "choose another state_dir"]),
         (newer, ["was written by another version (schema 999", "install that version again"]),
         (foreign, ["is a database of another program", "choose another state_dir"]),
     ],
