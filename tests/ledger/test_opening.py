@@ -163,7 +163,7 @@ def test_a_read_only_folder_is_refused(public_folder: Path) -> None:
 def test_a_ledger_of_another_user_is_refused(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(LedgerError, match=rf"it belongs to another user \(uid {owner}\); move it away"):
+    with pytest.raises(LedgerError, match=rf"the file belongs to another user \(uid {owner}\); move it away"):
         opening._check_files(kept)
 
 
