@@ -15,13 +15,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.discovery import runtime_dir
-from fractional_gpu.host.process import read_stat
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kernel
 from fractional_gpu.jupyter.kernel_lease import (
     KernelLease,
@@ -38,7 +35,6 @@ _MODULE = "fractional_gpu.jupyter.launcher"
 _TIMEOUT_S = 30.0
 _STANZA_KEYS = ("pool", "fraction", "memory", "simulate")
 _LONGEST_CONNECTION = 64 * 1024  # bytes
-_TOKEN_MARK = ".launched-"  # noqa: S105 - part of a file name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,8 +79,7 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]
     label = lease_label(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name)
     request = kernel_request(asked, kernel_id=kernel_id, label=label, gated=plan.gated)
-    _remove_stale_tokens()
-    lease = _rename_token_file(take_lease(request, timeout_s=_TIMEOUT_S, simulate=simulate))
+    lease = take_lease(request, timeout_s=_TIMEOUT_S, simulate=simulate)
     try:
         _release_earlier_leases(lease, kernel_id)
         step = [sys.executable, "-P", "-m", _MODULE, "--attach", "--language", options.language, "--", *command]
@@ -133,28 +128,6 @@ def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
             if kernel_id and other.kernel_id == kernel_id and other.pid is None and other.lease_id != lease.lease_id:
                 with suppress(FractionalGPUError):
                     client.release(other.lease_id)
-
-
-def _rename_token_file(lease: KernelLease) -> KernelLease:
-    """Put the pid and the start time into the token file's name, so that a later start can remove the file of an ended process."""
-    path = lease.token_file.with_name(f"{lease.lease_id}{_TOKEN_MARK}{os.getpid()}-{_start_time(os.getpid())}.token")
-    lease.token_file.rename(path)
-    return replace(lease, token_file=path)
-
-
-def _remove_stale_tokens() -> None:
-    for path in runtime_dir().glob(f"*{_TOKEN_MARK}*.token"):
-        pid, _, start_time = path.stem.rpartition(_TOKEN_MARK)[2].partition("-")
-        if pid.isdecimal() and _start_time(int(pid)) != start_time:
-            path.unlink(missing_ok=True)
-
-
-def _start_time(pid: int) -> str | None:
-    """Return when the process started, in clock ticks since boot, or None if it does not exist."""
-    try:
-        return str(read_stat(pid).start_time)
-    except OSError:
-        return None
 
 
 if __name__ == "__main__":
