@@ -401,7 +401,7 @@ def test_a_claim_that_another_broker_holds_starts_nothing(standing: Service, tmp
     fatal = _ask(standing.path, _request(), read)["error"]
     assert (fatal["code"], fatal["message"]) == (
         C.NOT_PERMITTED.value,
-        "the broker's lock file is not a regular file; use the same release for both",
+        "the broker's lock file is not a regular file; run the broker and this service from the same image",
     )
     os.close(read)
     os.close(write)

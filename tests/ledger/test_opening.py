@@ -81,7 +81,7 @@ def test_a_new_ledger_is_private_and_whole(path: Path) -> None:
 def test_garbage_is_refused(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(os.urandom(4096))
-    _assert_refused_untouched(path, "is not a ledger")
+    _assert_refused_untouched(path, "is not a database, or its header is damaged")
 
 
 def test_a_destroyed_page_is_found_before_it_is_believed(kept: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_ledger_of_another_user_is_refused(kept: Path, monkeypatch: pytest.Mon
 
 
 def test_a_second_opener_is_told_who_holds_it(path: Path) -> None:
-    with Ledger.open(path), pytest.raises(LedgerError, match=f"in use by pid {os.getpid()}; stop that broker"):
+    with Ledger.open(path), pytest.raises(LedgerError, match=f"in use by process {os.getpid()}; stop that broker"):
         Ledger.open(path)
     Ledger.open(path).close()
 

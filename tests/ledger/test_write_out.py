@@ -91,7 +91,7 @@ def test_another_brokers_ledger_is_not_touched(kept: Ledger, path: Path) -> None
     for suffix in _FILES:
         named(path, suffix).unlink()
     with Ledger.open(path) as other:
-        with pytest.raises(LedgerInUseError, match="is in use by pid"):
+        with pytest.raises(LedgerInUseError, match="is in use by process"):
             kept.write_out()
         assert sentences(other) == []
     assert sentences(kept) == ["one"]

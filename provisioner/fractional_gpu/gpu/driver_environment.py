@@ -15,7 +15,7 @@ from typing import Final
 
 PRELOAD: Final = "LD_PRELOAD"
 PRELOADED_FOR_US: Final = "JUPYTER_GPU_PRELOAD"
-"""This variable names the library that the broker added to PRELOAD for a pool's sharing mode, so that our processes do not inherit it."""
+"""This variable names the library that the broker preloads into kernels for a pool's sharing mode. Our own processes must not load it."""
 
 _PREFIXES: Final = ("CUDA_", "CUPTI_", "NSYS_", "NVTX_INJECTION")
 _NAMES: Final = frozenset({PRELOAD, "LD_AUDIT"})

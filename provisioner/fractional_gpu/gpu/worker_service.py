@@ -214,12 +214,11 @@ def listen(path: str) -> socket.socket:
 
 def _take_claim(descriptors: list[int]) -> None:
     """Lock the claim's file. This also works if the sender holds the lock, because descriptors share it. Raises GPUError."""
+    same, refused = "run the broker and this service from the same image", GPUErrorCode.NOT_PERMITTED
     if not descriptors:
-        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no lock file; use the same release for both")
+        raise GPUError(refused, f"the broker sent no lock file; {same}")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
-        raise GPUError(
-            GPUErrorCode.NOT_PERMITTED, "the broker's lock file is not a regular file; use the same release for both"
-        )
+        raise GPUError(refused, f"the broker's lock file is not a regular file; {same}")
     try:
         fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -227,7 +226,7 @@ def _take_claim(descriptors: list[int]) -> None:
             GPUErrorCode.WORKER_BUSY, "another broker's checkpoint worker is still running; wait until it ends"
         ) from None
     except OSError as error:
-        raise GPUError(GPUErrorCode.NOT_PERMITTED, f"could not lock the broker's lock file: {error}") from error
+        raise GPUError(refused, f"could not lock the broker's lock file: {error}") from error
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:

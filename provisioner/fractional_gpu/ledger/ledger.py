@@ -112,7 +112,7 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""Maps each name by which metered figures can be summed to its column."""
+"""The columns by which metered figures can be summed, by their public names."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?

@@ -72,7 +72,7 @@ def lock(path: Path) -> int:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-                who = f"pid {holder}" if holder.isdigit() else "another process"
+                who = f"process {holder}" if holder.isdigit() else "another process"
                 remedy = "stop that broker first, or give this one another state_dir"
                 raise LedgerInUseError(str(ledger_error(path, f"is in use by {who}", remedy))) from None
     except LedgerError:
@@ -146,7 +146,7 @@ def live_leases(path: Path) -> int:
     with contextlib.closing(connect_existing(path, "ro")) as connection, explained(path, "cannot be read"):
         (owner,) = connection.execute("PRAGMA application_id").fetchone()
         if owner != APPLICATION_ID:
-            raise ledger_error(path, "is not a ledger of this project")
+            raise ledger_error(path, "is a database of another program")
         _check_contents(path, connection)
         (count,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
     return int(count)
@@ -154,12 +154,12 @@ def live_leases(path: Path) -> int:
 
 def _check_folder(path: Path) -> None:
     folder = path.parent
-    with explained(path, f"has no usable folder: {folder}", "choose another state_dir"):
+    with explained(path, f"cannot be stored in {folder}", "choose another state_dir"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     if found.st_uid not in {0, os.geteuid()}:
         raise ledger_error(
-            path, f"is in a folder of uid {found.st_uid}", "choose a state_dir that belongs to the broker's own user"
+            path, f"is in a folder of another user (uid {found.st_uid})", "choose a state_dir of the broker's own user"
         )
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         raise ledger_error(
@@ -192,7 +192,7 @@ def _check_files(path: Path) -> None:
     if not header:
         raise ledger_error(path, "is empty (zero bytes)")
     if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
-        raise ledger_error(path, "is not a ledger (or its header is damaged)")
+        raise ledger_error(path, "is not a database, or its header is damaged")
     if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise ledger_error(path, "is a database of another program", "choose another state_dir")
 

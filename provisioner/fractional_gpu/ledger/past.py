@@ -29,9 +29,8 @@ def read_past(path: Path) -> list[PastLease]:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as reader:
             (application,) = reader.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION_ID:
-                raise ledger_error(
-                    path, "is not a ledger of this program", "name the file ledger.sqlite of a broker's folder"
-                )
+                remedy = "name the file ledger.sqlite in a broker's folder"
+                raise ledger_error(path, "is a database of another program", remedy)
             leases = {
                 str(lease_id): PastLease(msgspec.json.decode(document, type=LeaseRecord).spec, created_ms, ended_ms)
                 for lease_id, document, created_ms, ended_ms in reader.execute(

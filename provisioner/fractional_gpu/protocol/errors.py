@@ -101,6 +101,6 @@ def error_from_reply(payload: object, status: int) -> FractionalGPUError:
     """
     error = payload.get("error") if isinstance(payload, dict) else None
     if not isinstance(error, dict):
-        return InternalBrokerError(f"the broker answered {status} without an explanation")
+        return InternalBrokerError(f"the broker answered {status} without an explanation; see its log")
     cls = _BY_CODE.get(str(error.get("code")), InternalBrokerError)
     return cls(str(error.get("message", "")), reason=str(error.get("reason", "")))

@@ -31,7 +31,7 @@ def fewest(
             good, enough = result, count
         elif count >= most:
             raise SimulationError(
-                f"with {most} {counted} {missed}; allow longer waits (p95_wait, p99_wait, p95_late) or quicker swaps"
+                f"with {most} {counted} {missed}; allow longer waits (p95_wait, p99_wait, p95_late) or simulate faster swaps"
             )
         else:
             too_few = count

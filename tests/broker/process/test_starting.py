@@ -80,7 +80,7 @@ def foreign(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (garbage, ["is not a ledger", "restore a backup"]),
+        (garbage, ["is not a database", "restore a backup"]),
         (emptiness, ["is empty (zero bytes)", "restore a backup"]),
         (folder, ["cannot be opened for writing: ", "Is a directory", "choose another state_dir"]),
         (newer, ["was written by another version (schema 999", "install that version again"]),

@@ -79,9 +79,9 @@ def units_between(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> int:
 
 WHOLE_MILLI: Final = 1000
 LOOK_CONFIDENCE: Final = 0.985
-"""The confidence of the interval at each look.
+"""The confidence of the interval after each round.
 
-It is higher than the final 95 %, because measuring stops at the first narrow interval, and such an interval is too narrow more often.
+It is higher than the final 95 %, because measuring stops at the first narrow interval, which misses the true value more often.
 """
 LEAST_ROUNDS: Final = 8  # fewer rounds do not give such an interval
 

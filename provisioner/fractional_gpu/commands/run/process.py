@@ -170,7 +170,7 @@ class RunningCommand:
             os.killpg(self.pid, number)
 
     def poll(self) -> int | None:
-        """Return the exit status like `wait`, or None while the command lives. Stop this process if the command stopped."""
+        """Return the exit status like `wait`, or None while the command lives. If Ctrl-Z stopped the command, stop this process, too."""
         if self._child.returncode is not None:
             return _shell_status(self._child.returncode)
         while True:

@@ -153,9 +153,9 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""The least CPU time between two looks that counts as computing. With less, the command is waiting, perhaps for the GPU."""
+"""The least CPU time between two readings that counts as computing. With less, the command is waiting, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
-"""After a resume, a command that uses less CPU time than this was resumed in vain, unless the device saw work."""
+"""If a command uses less CPU time than this after a resume, the resume was unnecessary, unless the command used the device."""
 LOOK_S: Final = 0.25
 _DOUBTFUL: Final = 10
 FIRST_PATIENCE_S: Final = 5.0
@@ -351,8 +351,8 @@ class Supervisor:
     def wake(self, *, ending: bool = False) -> None:
         """Resume a suspended command so that it can handle a signal. Returns at once, and any thread may call it.
 
-        `ending` means that the signal asks the command to end. If connections to ports resume the command, it then stays resident while it
-        cleans up, because no new connection would resume it.
+        `ending` means that the signal asks the command to end. A command that is resumed by connections to its ports then stays resident
+        while it cleans up, because clients may no longer connect.
         """
         if ending and self._ports is not None:
             self._is_ending = True
