@@ -19,7 +19,7 @@ from tests.support import tiny_kernel
 from tests.support.managed import client_of, entered, must
 from tests.support.paths import ROOT
 from tests.support.shared_server import SharedServer
-from tests.support.stories import CHECK, SLEEPS, fill
+from tests.support.stories import CHECK, SLEEPS, UNINTERRUPTIBLE, fill
 from tests.support.world import Notebook, Server, World, until
 
 REPOSITORY = ROOT
@@ -124,9 +124,8 @@ def test_a_suspended_kernel_without_our_extension_is_restarted_and_shut_down_in_
 def test_an_interrupt_of_a_kernel_that_is_blocked_on_the_gpu_arrives_once_it_is_back(
     world: World, server: Server, bare_python: str
 ) -> None:
-    world.environment["JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE"] = "1"
     first = server.start(bare_spec(world, bare_python))
-    first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
+    first.must(UNINTERRUPTIBLE + fill(1))
     second = server.start("python3")
     second.must(fill(2))
     world.await_state(first.kernel_id, "suspended")

@@ -11,7 +11,7 @@ from fractional_gpu.gpu.simulated.processes import processes_of
 from fractional_gpu.gpu.simulated.store import Store
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
-from tests.support.stories import BLOCKED, CHECK, fill
+from tests.support.stories import BLOCKED, CHECK, UNINTERRUPTIBLE, fill
 from tests.support.victims import stopped_or_traced
 from tests.support.world import Notebook, World, until
 
@@ -231,7 +231,7 @@ def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(pair: Pair, st
 def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on_it(pair: Pair) -> None:
     _, second = pair.ready()
     first = pair.server.start(pair.spec)
-    first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
+    first.must(UNINTERRUPTIBLE + fill(1))
     assert second.must(CHECK).text == "intact\n"
     pair.world.await_state(first.kernel_id, "suspended")
     cell = first.send(BLOCKED)

@@ -20,7 +20,7 @@ import pytest
 from fractional_gpu.ledger.ledger import Ledger
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
-from tests.support.stories import BLOCKED, CHECK, fill
+from tests.support.stories import BLOCKED, CHECK, UNINTERRUPTIBLE, fill
 from tests.support.world import Notebook, Server, World, until
 
 POOL = min(
@@ -110,7 +110,7 @@ def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(pair:
     world = pair.world
     third, second = pair.ready()
     first = pair.server.start(pair.spec)
-    first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
+    first.must(UNINTERRUPTIBLE + fill(1))
     assert second.must(CHECK).text == "intact\n"
     busy = occupy(second, world)
     waits = third.send(CHECK)

@@ -13,6 +13,7 @@ from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import Kernel, KernelError, answer, ask, eventually, worker_process
 from tests.support import faults
 from tests.support.faults import configure
+from tests.support.stories import UNINTERRUPTIBLE
 
 S, C = ProcessState, GPUErrorCode
 OPERATIONS = ("lock", "checkpoint", "restore", "unlock")
@@ -65,8 +66,8 @@ def test_interrupted_work_does_not_keep_the_next_lock_out(kernel: Kernel, driver
 def test_a_wait_in_the_drivers_manner_takes_the_interrupt_only_afterwards(
     simulated: host.SimulatedHost, driver: SimulatedCheckpointer
 ) -> None:
-    with Kernel(simulated, {"JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE": "1"}) as kernel:
-        kernel.run("!x = cuda.allocate(1000)")
+    with Kernel(simulated) as kernel:
+        kernel.run(f"!{UNINTERRUPTIBLE}x = cuda.allocate(1000)")
         driver.lock(kernel.pid, 1000)
         kernel.run("say_when_sigint_is_held()")
         kernel.begin("x.read(1)")

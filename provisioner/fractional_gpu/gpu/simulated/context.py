@@ -7,7 +7,6 @@ processes of its lease (JUPYTER_GPU_LEASE) on the device. An allocation is also 
 
 import fcntl
 import os
-import signal
 import sqlite3
 import threading
 import time
@@ -15,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from fractional_gpu.gpu.simulated.device_memory import reserve
@@ -63,10 +61,9 @@ class SimulatedOutOfMemory(SimulatedCudaError, MemoryError):  # noqa: N818 (name
 class Gate:
     """The gate of this process. It holds the process's GPU calls while the process is locked or checkpointed."""
 
-    def __init__(self, store: Store, key: str, *, uninterruptible: bool) -> None:
+    def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
-        self._uninterruptible = uninterruptible
         self._file = os.open(store.process_folder(key) / "gate", os.O_RDONLY | os.O_CLOEXEC)
         self._mutex = threading.Lock()
         self._inside: set[int] = set()  # threads with a call in flight; while there are any, we hold the file lock
@@ -131,24 +128,6 @@ class Gate:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _wait(self, thread: int) -> None:
-        hold_back = self._uninterruptible and threading.current_thread() is threading.main_thread()
-        if not hold_back:
-            self._wait_for_entry(thread)
-            return
-        held: list[int] = []
-
-        def remember(number: int, _frame: FrameType | None) -> None:
-            held.append(number)
-
-        before = signal.signal(signal.SIGINT, remember)
-        try:
-            self._wait_for_entry(thread)
-        finally:
-            signal.signal(signal.SIGINT, before)
-        if held:
-            signal.raise_signal(signal.SIGINT)
-
-    def _wait_for_entry(self, thread: int) -> None:
         pause, next_look = _FIRST_POLL_S, time.monotonic()
         while not self._enter(thread):
             if time.monotonic() >= next_look:
@@ -248,8 +227,7 @@ class Context:
             device = self.store.device(wanted)
             context_bytes = self.store.settings().context_mib * MIB
             self._admitted(context_bytes, device.device_id, lambda db: self._begin(db, device, context_bytes))
-            uninterruptible = os.environ.get("JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE", "") not in ("", "0")
-            self.gate = Gate(self.store, self.key, uninterruptible=uninterruptible)
+            self.gate = Gate(self.store, self.key)
             self.load = Load(self.store, self.key)
         except sqlite3.IntegrityError:
             self.store.close()

@@ -8,8 +8,8 @@ with cuda.allocate(64 << 20) as buffer:
 
 The first use creates the process's context on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child has its
 own context and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed. KeyboardInterrupt ends the
-wait in the main thread, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE is 1, which imitates a thread that is blocked in the driver. Calls
-raise SimulatedCudaError if the device or the process has failed, and SimulatedOutOfMemory if there is not enough memory.
+wait in the main thread, unlike a wait in the driver. Calls raise SimulatedCudaError if the device or the process has failed, and
+SimulatedOutOfMemory if there is not enough memory.
 """
 
 import atexit
