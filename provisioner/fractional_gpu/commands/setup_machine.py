@@ -136,7 +136,7 @@ class Machine:
         replace_file(self.real(RECORD), msgspec.json.encode(self.record, order="deterministic"))
 
     def plan(self, wanted: Mapping[Path, bytes]) -> tuple[list[Step], list[Path]]:
-        """Return the steps that write the `wanted` files and remove our other files, and the files with content that is not ours."""
+        """Return two lists: steps that write the `wanted` files and remove our other files, and files whose content is not ours."""
         steps: list[Step] = []
         strange = []
         for path, content in {**dict.fromkeys(map(Path, self.record.files)), **wanted}.items():

@@ -102,7 +102,7 @@ def _client() -> BrokerClient:
 
 @tool(status.HostStatus, reads=True)
 def gpu_status() -> status.HostStatus:
-    """Show the GPUs, their free memory, who holds it and who waits for it. Begin here, because it lists the ids of your leases."""
+    """Show the GPUs, their free memory, and who holds or waits for GPU memory. Begin here, because this lists the ids of your leases."""
     with _client() as client:
         return client.status(fresh=True)
 

@@ -39,14 +39,14 @@ class ForbiddenError(FractionalGPUError):
 
 
 class NotFoundError(FractionalGPUError):
-    """There is no such lease, pool or route, or the peer may not see it."""
+    """There is no such lease, pool or route, or the caller may not see it."""
 
     code = "not-found"
     status = 404
 
 
 class ConflictError(FractionalGPUError):
-    """The present state of the lease does not allow this."""
+    """The present state of the lease does not allow the request."""
 
     code = "conflict"
     status = 409

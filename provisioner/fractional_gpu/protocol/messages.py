@@ -81,7 +81,7 @@ class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
 
 
 class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
-    """A lease's process and its Jupyter connection, as contents and not as a path. The broker verifies all of it."""
+    """A lease's process, and the contents (not the path) of its Jupyter connection file. The broker verifies both."""
 
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat

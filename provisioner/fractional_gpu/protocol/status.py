@@ -36,7 +36,7 @@ class StoryLine(Struct, frozen=True, kw_only=True):
 
 
 class Story(Struct, frozen=True, kw_only=True):
-    """The recorded reasons for everything that happened to a lease, oldest first, without the `omitted` oldest lines."""
+    """The recorded reasons for everything that happened to a lease, oldest first. `omitted` counts the oldest lines that are left out."""
 
     lease_id: str
     lines: list[StoryLine] = []
@@ -169,7 +169,7 @@ class Stranger(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """How to name the process to this viewer, such as `python (your process 4711)` or `a program of bob`. Escape it in HTML."""
+        """The name that this viewer sees, such as `python (your process 4711)` or `a program of bob`. Callers must escape it in HTML."""
         whose = f"your process {self.pid}" if self.own else f"process {self.pid} of {self.user}"
         return f"{self.command} ({whose})" if self.command else f"a program of {self.user}"
 

@@ -225,7 +225,7 @@ class _UserDay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PaceCurves:
-    """The distributions of a published pace of work, as quantile functions. Times are in seconds."""
+    """The distributions of the pace of work in a published trace, as quantile functions. Times are in seconds."""
 
     cell_s: _Points
     gap_s: _Points

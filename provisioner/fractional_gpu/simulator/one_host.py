@@ -329,7 +329,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Report the memory again, as the broker would, so that the arbiter sees it is stable. Add the use of a cell that still runs."""
+        """Report memory again, as the broker would, to show the arbiter that its use is stable. Include the cell that still runs."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None

@@ -146,7 +146,7 @@ class Finding:
 class Study:
     """A study of several settings.
 
-    `baseline` is one of the settings. `interval` is the widest allowed interval, relative to the measured value.
+    `baseline` is one of the settings. `interval` is the widest allowed confidence interval, relative to the measured value.
     """
 
     baseline: Setting

@@ -209,7 +209,7 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the fewest idle leases of the owner, none of them in `but`, that must be suspended so that `wanted` leases fit on one device.
+    """Return the fewest idle leases of this lease's owner, none in `but`, whose suspend would let `wanted` leases fit on one device.
 
     Return an empty sequence if suspending them is not enough, or if another lease is waiting.
     """

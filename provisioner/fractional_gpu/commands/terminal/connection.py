@@ -59,7 +59,7 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 
 @contextmanager
 def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | None = None) -> Iterator[Progress]:
-    """Show the text on standard error, or on `out`, if the body takes more than two seconds.
+    """Show the text on standard error, or on `out`, if the `with` block takes more than two seconds.
 
     With a client, also tell the user if its broker falls silent.
     """

@@ -57,7 +57,7 @@ class NoSuchDeviceError(SimulatedHostError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The behaviour of the simulated hardware. Bandwidths are in MiB/s (0 means unlimited), the latency in ms and the context in MiB."""
+    """The behaviour of the simulated hardware. Bandwidths are in MiB/s (0 means unlimited), latency in ms, context size in MiB."""
 
     checkpoint_mib_s: int = 0
     restore_mib_s: int = 0
