@@ -105,7 +105,7 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
         raise ValueError(f"there is no operation {operation!r}; expected one of: {', '.join(OPERATIONS)}")
     if operation == "ping":
         return None, 0
-    target = ProcessIdentity.from_dict(request["target"])
+    target = ProcessIdentity(**request["target"])
     timeout_ms, deadline_s = int(request.get("timeout_ms", 0)), float(request.get("deadline_s", 0))
     if not _lives(target):
         if operation == "state":

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 PROC: Final = Path("/proc")
 _DEAD_STATES: Final = frozenset("ZXx")
@@ -41,17 +41,6 @@ class ProcessIdentity:
 
     def to_dict(self) -> dict[str, str | int]:
         return {"boot_id": self.boot_id, "pid": self.pid, "start_time": self.start_time}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, object]) -> Self:
-        boot, pid, start = (data.get(name) for name in ("boot_id", "pid", "start_time"))
-        if not isinstance(boot, str) or not boot:
-            raise ValueError(f"boot_id of a process identity must be a non-empty string; got {boot!r}")
-        if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
-            raise ValueError(f"pid of a process identity must be a positive integer; got {pid!r}")
-        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-            raise ValueError(f"start_time of a process identity must be clock ticks since boot; got {start!r}")
-        return cls(boot, pid, start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class AdoptedProcess:
     stdin = stdout = stderr = None
 
     def __init__(self, identity: Mapping[str, Any]) -> None:
-        process = ProcessIdentity.from_dict(dict(identity))
+        process = ProcessIdentity(**identity)
         self.pid = process.pid
         self.returncode: int | None = None
         try:
