@@ -180,7 +180,7 @@ class Settings(HasTraits):
     )
     cull_warning = Setting(
         values.duration(), "15m", "1h",
-        help="How long before it ends a kernel the broker warns its user, in notebook and status. Running a cell keeps the kernel.",
+        help="How long before ending a kernel the broker warns its user, in the notebook and in the status. Running a cell keeps it.",
     )
     yielders = Setting(
         parse_yielders, [], ["ollama", "comfyui=http://127.0.0.1:8189"],

@@ -125,7 +125,7 @@ class WorkerLink:
         service: str | None = None,
     ) -> None:
         if service is not None and claim is None:
-            raise ValueError("a checkpoint worker's service needs a claim; pass one")
+            raise ValueError("a WorkerLink with `service` needs a claim, too")
         self.backend = backend
         self._service = service
         self._claim = claim

@@ -540,7 +540,7 @@ class Measurement:
                 self._tell(f"the trial waits: {error}")
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
-                raise CommandError(f"{error}; give it more time with --within, or use smaller units of work") from None
+                raise CommandError(f"{error}; allow more time with --within, or use smaller units of work") from None
             except TickError as error:
                 raise CommandError(str(error)) from None
             else:
