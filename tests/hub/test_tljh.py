@@ -1,7 +1,6 @@
 """The plugin for The Littlest JupyterHub, called as TLJH's plugin manager calls it, and its configuration run by a real hub.
 
-TLJH itself is not installed: a stand-in has the hook specifications (names and arguments as in tljh/hooks.py) and the few functions
-of its modules that the plugin calls. Its installer, systemd and traefik are not run.
+TLJH itself is not installed: there is a stand-in. Its installer, systemd and traefik are not run.
 """
 
 import json
@@ -24,50 +23,13 @@ from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner
 from tests.support.hub import new_hub
 from tests.support.stories import CHECK, fill
+from tests.support.tljh import Specifications, put_stand_in
 from tests.support.world import new_world
-
-hookspec = pluggy.HookspecMarker("tljh")
-STAND_IN = {
-    "__init__.py": "",
-    "config.py": "import os\nUSER_ENV_PREFIX = os.environ['TLJH_USER']\n",
-    "configurer.py": "import json, os\ndef load_config():\n    return json.loads(os.environ['TLJH_CONFIG'])\n",
-    "normalize.py": "import getpass\ndef generate_system_username(name):\n    return getpass.getuser()\n",
-    "user.py": "made = []\ndef ensure_user(name):\n    made.append(name)\n",
-}
-
-
-class Specifications:
-    @hookspec
-    def tljh_extra_user_conda_packages(self) -> None: ...
-
-    @hookspec
-    def tljh_extra_user_pip_packages(self) -> None: ...
-
-    @hookspec
-    def tljh_extra_hub_pip_packages(self) -> None: ...
-
-    @hookspec
-    def tljh_extra_apt_packages(self) -> None: ...
-
-    @hookspec
-    def tljh_custom_jupyterhub_config(self, c: Config) -> None: ...
-
-    @hookspec
-    def tljh_config_post_install(self, config: dict[str, Any]) -> None: ...
-
-    @hookspec
-    def tljh_post_install(self) -> None: ...
-
-    @hookspec
-    def tljh_new_user_create(self, username: str) -> None: ...
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    package = tmp_path / "tljh"
-    package.mkdir()
-    for name, text in STAND_IN.items():
-        (package / name).write_text(text)
+    put_stand_in(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TLJH_USER", str(tmp_path / "user"))
     monkeypatch.setenv("TLJH_CONFIG", "{}")

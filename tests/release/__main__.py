@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 
 import yaml
 
+from tests.installs.story import Failure, build, build_wheel
 from tests.support.paths import ROOT
 
 LEFT_OUT: Final = (
@@ -42,10 +43,6 @@ _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-x
 _EXTRAS: Final = "[lab,hub]"
 _AT_ONCE: Final = 3
 _PYPROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-class Failure(Exception):  # noqa: N818 - a finding of a check
-    """What does not hold; a sentence."""
 
 
 class Result(NamedTuple):
@@ -104,22 +101,18 @@ def supported() -> list[str]:
 
 def check_builds(out: Path) -> str:
     """Build wheel and sdist into the folder; return what they have."""
-    _run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-t", "wheel", "-d", str(out)])
-    names = wheel_names(_only(out, "*.whl"))
+    built = build(out)
+    names = wheel_names(built.wheel)
     if not any(name.endswith("licenses/LICENSE") for name in names):
         raise Failure("the wheel has no LICENSE")
     if foreign := {name.partition("/")[0] for name in names} - _tops():
         raise Failure(f"the wheel would install {', '.join(sorted(foreign))}")
-    again = out / "again"
-    (out / "unpacked").mkdir()
-    _run(["tar", "-xzf", str(_only(out, "*.tar.gz")), "-C", str(out / "unpacked")])
-    (source,) = (out / "unpacked").iterdir()
+    source = built.unpack(out / "unpacked")
     if not (source / "LICENSE").is_file():
         raise Failure("the sdist has no LICENSE")
-    _run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(again)], cwd=source)
-    if names != wheel_names(_only(again, "*.whl")):
+    if names != wheel_names(build_wheel(out / "again", source)):
         raise Failure("the wheel that is built from the sdist has other files than the one of the checkout")
-    return f"{len(names)} files, {_only(out, '*.whl').stat().st_size >> 10} KiB; the sdist makes the same wheel"
+    return f"{len(names)} files, {built.wheel.stat().st_size >> 10} KiB; the sdist makes the same wheel"
 
 
 def _tops() -> set[str]:
@@ -215,11 +208,6 @@ def _run(command: Sequence[str], *, cwd: Path = ROOT, environment: Mapping[str, 
     return done.stdout
 
 
-def _only(folder: Path, pattern: str) -> Path:
-    (found,) = folder.glob(pattern)
-    return found
-
-
 def _tried(check: str, make: Callable[[], str]) -> Result:
     print(f"{check} ...", file=sys.stderr, flush=True)
     begun = perf_counter()
@@ -248,7 +236,7 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
 
 
 def _environments(scratch: Path, versions: Sequence[str]) -> Iterator[tuple[str, Callable[[], str]]]:
-    wheel = _only(scratch / "dist", "*.whl")
+    (wheel,) = (scratch / "dist").glob("*.whl")
     for version in versions:
         python = find_python(version)
         if python is None:

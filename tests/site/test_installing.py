@@ -7,7 +7,7 @@ import pytest
 
 from docs._site import installing
 from docs._site.installing import BUILD, IS_FILE, PACKAGE
-from tests.first_hour.story import build_wheel
+from tests.installs.story import build_wheel
 from tests.support.paths import ROOT
 
 PAGES = [page for page in installing.pages() if any(installing.installing(page.read_text()))]

@@ -6,13 +6,28 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.paths import ROOT
 from tests.support.stories import CHECK, fill
 
-__all__ = ["Failure", "Home", "Installed", "build_wheel", "entries", "first_hour", "run", "traces"]
+__all__ = [
+    "PACKAGE",
+    "Artifacts",
+    "Failure",
+    "Home",
+    "Installed",
+    "build",
+    "build_wheel",
+    "entries",
+    "files",
+    "first_hour",
+    "foreign",
+    "run",
+    "traces",
+]
 
 PACKAGE = "jupyter-fractional-gpu"
 SHARE = "3/4"
@@ -21,6 +36,20 @@ LIMIT_S = 600.0
 
 class Failure(AssertionError):  # noqa: N818 - a finding
     """What is not as it should be, in a sentence."""
+
+
+class Artifacts(NamedTuple):
+    """What a release consists of."""
+
+    wheel: Path
+    sdist: Path
+
+    def unpack(self, folder: Path) -> Path:
+        """Unpack the sdist into the folder, and return the folder of its sources."""
+        folder.mkdir()
+        run(["tar", "-xzf", self.sdist, "-C", folder], os.environ)
+        (source,) = folder.iterdir()
+        return source
 
 
 @dataclass(frozen=True)
@@ -65,10 +94,19 @@ def run(command: Sequence[str | Path], environment: Mapping[str, str], *, cwd: P
     return done.stdout
 
 
-def build_wheel(folder: Path) -> Path:
-    run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], os.environ, cwd=ROOT)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+def build(folder: Path) -> Artifacts:
+    return Artifacts(build_wheel(folder), _built("sdist", folder, ROOT, "*.tar.gz"))
+
+
+def build_wheel(folder: Path, source: Path = ROOT) -> Path:
+    return _built("wheel", folder, source, "*.whl")
+
+
+def _built(target: str, folder: Path, source: Path, pattern: str) -> Path:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run([sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder], kept, cwd=source)
+    (built,) = folder.glob(pattern)
+    return built
 
 
 def entries(*folders: Path) -> set[Path]:
@@ -77,6 +115,24 @@ def entries(*folders: Path) -> set[Path]:
 
 def traces(*folders: Path) -> set[Path]:
     return {path for path in entries(*folders) if "fractional" in path.name or path.name.startswith("jupyter-gpu")}
+
+
+def files(prefix: Path) -> set[Path]:
+    return {path for path in entries(prefix) if not path.is_dir()}
+
+
+def foreign(prefix: Path, before: set[Path]) -> set[Path]:
+    """Return the files that are new in an environment and belong to no package that is installed there.
+
+    Empty folders do not count: uv leaves those of a wheel's data.
+    """
+    packages = [str(folder) for folder in prefix.glob("lib/python3*/site-packages")]
+    owned = {
+        Path(os.path.normpath(str(one.locate_file(file))))
+        for one in distributions(path=packages)
+        for file in one.files or ()
+    }
+    return files(prefix) - before - owned - {prefix / ".lock"}  # uv's
 
 
 # -- the story ------------------------------------------------------------------------------------------------------------
@@ -136,6 +192,7 @@ def first_hour(
     """
     environment = home.environment
     share = prefix / "share" / "jupyter"
+    of_the_user = _make_things(home)
     before = entries(home.folder, share)
     run([jupyter.command, "kernels", "install", "--base", base, "--fraction", SHARE], environment)
     listed = json.loads(run([jupyter.python, "-m", "jupyter_client.kernelspecapp", "list", "--json"], environment))
@@ -151,14 +208,31 @@ def first_hour(
             f"the user's folders have too long a path for a socket, which is {told['socket']}: what is left there is not seen"
         )
     _check(told, kernels or prefix)
+    for act in ("--restart", "--stop", "--detach"):  # the next command finds one that runs
+        run([jupyter.command, "broker", act], environment)
     said = json.loads(run([jupyter.python, "-c", _UNINSTALL, home.folder / "tmp"], environment))
     if said["failed"] or not said["removed"]:
         raise Failure(f"not everything could be removed: {said}")
     left = {path for path in entries(home.folder, share) - before if not _is_jupyters(path, home.folder)}
     if left or traces(home.folder):
         raise Failure(f"these are left: {sorted(map(str, left | traces(home.folder)))}")
+    if changed := {str(path) for path, text in of_the_user.items() if not path.is_file() or path.read_text() != text}:
+        raise Failure(f"these are the user's, and are gone or changed: {sorted(changed)}")
     command: str = said["package"]
     return command
+
+
+def _make_things(home: Home) -> Mapping[Path, str]:
+    """Make what the user has made and keeps: a notebook, and a configuration of the broker."""
+    folder = Path(home.environment["HOME"])
+    made = {
+        folder / "work" / "mine.ipynb": "{}",
+        folder / ".jupyter" / "jupyter_gpu_config.py": "c.GPUBroker.pools = {'default': {}}\n",
+    }
+    for path, text in made.items():
+        path.parent.mkdir()
+        path.write_text(text)
+    return made
 
 
 def _check(told: Mapping[str, Any], kernels: Path) -> None:

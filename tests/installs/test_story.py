@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.first_hour.story import PACKAGE, Home, Installed, build_wheel, entries, first_hour, run, traces
+from tests.installs.story import PACKAGE, Home, Installed, build_wheel, entries, first_hour, run, traces
 
 pytestmark = pytest.mark.promise("first-hour")
 
