@@ -195,7 +195,8 @@ def test_a_damaged_ledger_names_the_command_that_sets_it_aside(tmp_path: Path, l
             Ledger.open(path)
         command = str(caught.value).split("`")[1]
         subprocess.run(command, shell=True, check=True)  # noqa: S602 - as a person would
-        assert len([one for one in path.parent.iterdir() if "damaged" in one.name]) == time * (1 + log)
+        assert len(list(path.parent.glob("damaged-*/ledger.sqlite"))) == time
+        assert len(list(path.parent.glob("damaged-*/ledger.sqlite-wal"))) == time * log
         Ledger.open(path).close()
         path.unlink()
         for rest in path.parent.glob("ledger.sqlite-*"):
@@ -209,7 +210,8 @@ def test_a_log_without_its_ledger_names_the_command_that_sets_it_aside(tmp_path:
         Ledger.open(path)
     subprocess.run(str(caught.value).split("`")[1], shell=True, check=True)  # noqa: S602 - as a person would
     Ledger.open(path).close()
-    assert path.with_name("ledger.sqlite.damaged-wal").read_bytes() == b"log"
+    (log,) = tmp_path.glob("damaged-*/ledger.sqlite-wal")
+    assert log.read_bytes() == b"log"
 
 
 def test_an_empty_file_is_refused_not_filled(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import json
 import os
 import re
 import select
@@ -12,7 +11,7 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fractional_gpu.broker.process.restarting import BrokerOptions, kept_environment, resolved, start_detached
+from fractional_gpu.broker.process.restarting import BrokerOptions, resolved, start_detached
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
 from fractional_gpu.client.http import ANSWER_S, claim_address, is_service_socket
@@ -21,7 +20,7 @@ from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, answer, say
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.host.claims import holder
-from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_environment, read_stat
+from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 _BROKER_OPTIONS = ("config", "simulate", "idle_exit", "state_dir", "settings", "worker_socket", "log_level")
@@ -175,7 +174,6 @@ def run(options: argparse.Namespace) -> int:
 ORDERLY_S = 30.0
 _KILLED_S = 10.0
 _SERVICE = re.compile(r"([\w@.\\-]+\.service)\Z", re.ASCII)
-_Command = tuple[list[str], dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +201,8 @@ def run_stop(options: argparse.Namespace) -> int:
     how = "none"
     if pid is not None:
         check_owner(path, pid)
-        command = restart_command(path) or _own_command(
-            pid
+        command = restart_command(
+            path
         )  # read before the broker ends, because a broker without leases then removes its record
         with suppress(FractionalGPUError), BrokerClient(path, timeout_s=ANSWER_S) as client:
             status = client.status()
@@ -304,25 +302,7 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
     )
 
 
-def _own_command(pid: int) -> _Command | None:
-    try:
-        words = read_command(pid)
-        environment = kept_environment(read_environment(pid))
-    except OSError:
-        return None
-    if not words:
-        return None
-    try:
-        given = json.loads(words[-1])
-    except ValueError:
-        if "broker" not in words:
-            return None
-        return [*words, *([] if "--detach" in words else ["--detach"])], environment
-    given.pop("ready_fd", None)
-    return [*words[:-1], "--detach", json.dumps(given)], environment
-
-
-def _start(path: str, command: _Command | None) -> int:
+def _start(path: str, command: tuple[list[str], dict[str, str]] | None) -> int:
     try:
         with (
             Progress("starting the broker ...", blocks=True, silent=True),

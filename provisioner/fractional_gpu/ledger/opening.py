@@ -8,7 +8,6 @@ on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (06
 
 import contextlib
 import fcntl
-import itertools
 import os
 import shlex
 import sqlite3
@@ -24,7 +23,6 @@ WHOLE = ".whole"  # suffix of a complete copy that has not yet taken the ledger'
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
 _BUSY_S = 5.0  # how long to wait while another program reads
-_SET_ASIDE = ".damaged"
 
 
 def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
@@ -49,15 +47,8 @@ def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[Non
 
 
 def set_aside_command(path: Path) -> str:
-    """Return a shell command that renames the ledger and its log, so that the next broker creates a new ledger."""
-    there = [one for name in ("", "-wal", "-shm") if os.path.lexists(one := f"{path}{name}")]
-    aside = next(
-        one
-        for number in itertools.count(1)
-        if not os.path.lexists(one := f"{path}{_SET_ASIDE}{f'-{number}' if number > 1 else ''}")
-    )
-    moves = [(one, f"{aside}{one.removeprefix(str(path))}") for one in there or [str(path)]]
-    return " && ".join(f"mv {shlex.quote(old)} {shlex.quote(new)}" for old, new in moves)
+    """Return a shell command that moves the ledger and its log to a new folder, so that the next broker creates a new ledger."""
+    return f'mv {shlex.quote(str(path))}* "$(mktemp -d {shlex.quote(str(path.parent / "damaged-XXXXXX"))})"'
 
 
 def lock(path: Path) -> int:
