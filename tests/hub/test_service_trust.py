@@ -171,20 +171,25 @@ async def test_a_browser_that_reads_nothing_keeps_no_stream(
 async def test_the_more_pages_are_open_the_rarer_each_gets_an_event(
     follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock_s, pauses_s, wait = 0.0, list[float](), app._Events._wait
+    clock_s, pauses_s = 0.0, list[float]()
 
     def dear(*_arguments: object) -> dict[str, str]:
         nonlocal clock_s
         clock_s += 0.0625
         return {}
 
-    async def note(longest_s: float, *events: asyncio.Event) -> None:
-        if len(events) == 1:  # no message ends it
-            pauses_s.append(longest_s)
-        await wait(DEADLINE_S, *events)
+    class Noted:
+        """The module `asyncio`, with a `sleep` that notes its length and lasts until the page is closed."""
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+            return getattr(asyncio, name)
+
+        async def sleep(self, seconds: float) -> None:
+            pauses_s.append(seconds)
+            await asyncio.sleep(DEADLINE_S)
 
     monkeypatch.setattr(app, "view_of", dear)
-    monkeypatch.setattr(app._Events, "_wait", staticmethod(note))
+    monkeypatch.setattr(app, "asyncio", Noted())
     monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: clock_s))
     async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
         assert await page.view() is not None

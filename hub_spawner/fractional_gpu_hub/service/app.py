@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,21 @@ class _Status(_BaseHandler):
         self.finish(self.view())
 
 
-class _Events(_BaseHandler):
+class _WhileConnected(_BaseHandler):
+    _work: "asyncio.Task[Any] | None" = None
+
+    async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - any result of the work
+        """Return the result of `work`, or None if the browser has disconnected, which cancels the work."""
+        self._work = asyncio.create_task(work)
+        await asyncio.wait([self._work])
+        return None if self._work.cancelled() else self._work.result()
+
+    def on_connection_close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+
+class _Events(_WhileConnected):
     """The event stream of one page. Each event contains the newest view, so events are never queued."""
 
     async def get(self) -> None:
@@ -210,11 +224,9 @@ class _Events(_BaseHandler):
         self.set_header("Content-Type", "text/event-stream")
         self.set_header("X-Accel-Buffering", "no")
         self.streams[name] += 1
-        self._gone = asyncio.Event()
         try:
-            await self._stream()
-        except iostream.StreamClosedError:
-            pass
+            with suppress(iostream.StreamClosedError):
+                await self._run(self._stream())
         finally:
             self.streams[name] -= 1
             if not self.streams[name]:
@@ -223,7 +235,7 @@ class _Events(_BaseHandler):
     async def _stream(self) -> None:
         begun_s, sent = time.monotonic(), ""
         checked_s = begun_s
-        while not self._gone.is_set() and time.monotonic() < begun_s + STREAM_S:
+        while time.monotonic() < begun_s + STREAM_S:
             changed = self.follower.changed
             if time.monotonic() >= checked_s + STREAM_TRUST_S:
                 checked_s = time.monotonic()
@@ -235,8 +247,9 @@ class _Events(_BaseHandler):
             self.write(f"data: {news}\n\n" if news != sent else ": nothing new\n\n")
             sent = news
             await self._taken()
-            await self._wait(min(QUIET_S, _SHARE * made_s * self.streams.total()), self._gone)
-            await self._wait(QUIET_S, changed, self._gone)
+            await asyncio.sleep(min(QUIET_S, _SHARE * made_s * self.streams.total()))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), QUIET_S)
 
     async def _taken(self) -> None:
         """Send the data that was written. Raises StreamClosedError if the browser disconnects or does not read the data in time.
@@ -266,43 +279,23 @@ class _Events(_BaseHandler):
         self.viewer = viewer
         return True
 
-    @staticmethod
-    async def _wait(longest_s: float, *events: asyncio.Event) -> None:
-        tasks = [asyncio.create_task(event.wait()) for event in events]
-        try:
-            await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
 
-    def on_connection_close(self) -> None:
-        with suppress(AttributeError):
-            self._gone.set()
-
-
-class _ActionHandler(_BaseHandler):
-    _work: "asyncio.Task[Any] | None" = None
-
+class _ActionHandler(_WhileConnected):
     async def get(self, kind: str, name: str, action: str = "") -> None:
         if action != "story":
             raise web.HTTPError(405)
-        await self._run(kind, name, action, b"")
+        await self._act(kind, name, action, b"")
 
     async def post(self, kind: str, name: str, action: str = "change") -> None:
         if self.request.headers.get("Content-Type", "").split(";")[0].strip() != "application/json":
             raise BadRequestError("the body is not JSON: send Content-Type: application/json", reason="bad-body")
-        await self._run(kind, name, action, bytes(self.request.body))
+        await self._act(kind, name, action, bytes(self.request.body))
 
-    async def _run(self, kind: str, name: str, action: str, body: bytes) -> None:
-        self._work = asyncio.ensure_future(self.actions.act(self.viewer, kind, name, action, body))
-        await asyncio.wait([self._work])
-        if not self._work.cancelled():
-            self.finish(json.dumps(self._work.result()))
+    async def _act(self, kind: str, name: str, action: str, body: bytes) -> None:
+        answer = await self._run(self.actions.act(self.viewer, kind, name, action, body))
+        if answer is not None:
+            self.finish(json.dumps(answer))
             self.follower.refresh_soon()
-
-    def on_connection_close(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
 
 
 class NotFoundHandler(_BaseHandler):

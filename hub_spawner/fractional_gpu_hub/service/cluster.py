@@ -78,9 +78,6 @@ class ClusterFollower:
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
-    def refresh_soon(self) -> None:
-        """Do nothing, because this page has no actions."""
-
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
