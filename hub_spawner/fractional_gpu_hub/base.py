@@ -86,7 +86,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
         if choice.without and not self.gpu_allow_without:
             raise spawn_error(
-                "you chose a server without a GPU, but this hub does not offer one; choose a fraction",
+                "you chose a server without a GPU, but every server of this hub has a GPU; choose a fraction",
                 reason="gpu-options",
             )
         return choice

@@ -92,7 +92,7 @@ def test_without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(wor
     lose_everything(world)
     found = json.loads(world.command("status", "--json").stdout)
     assert found["leases"] == []
-    assert "the records of 3 living kernels were lost" in found["trouble"]
+    assert "the broker lost its records of 3 living kernels" in found["trouble"]
     error = notebooks[0].run(CHECK).error
     assert "restart the kernel" not in error
     command = ["bash", "-c", error.split("`")[1]]  # as the user who reads it

@@ -268,7 +268,7 @@ def another_makes_the_folder(world: World, what: str) -> None:
     def refused() -> bool:
         nonlocal said
         said += log.read()
-        return "cannot be restored" in said and "second records are not up to date" in said
+        return "cannot be restored" in said and "backup records are not up to date" in said
 
     until(refused, "the broker refuses the folder, for its own files and for the records of leases")
     assert list(place.iterdir()) == []

@@ -51,7 +51,7 @@ def ada(hub: HubWorld) -> HubServer:
 
 REFUSALS: list[tuple[str, dict[str, Any], int, str]] = [
     ("ada", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, but you are in students"),
-    ("eve", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, but you are in none"),
+    ("eve", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, but you are in no group"),
     (
         "bob",
         {"pool": "closed", "fraction": "1/4"},

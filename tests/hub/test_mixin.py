@@ -300,7 +300,7 @@ async def test_without_a_gpu_no_seat_is_taken(live: LiveBroker) -> None:
 
 async def test_a_hub_may_insist_on_a_gpu(live: LiveBroker) -> None:
     one = spawner(live, gpu_allow_without=False)
-    with pytest.raises(web.HTTPError, match="you chose a server without a GPU, but this hub does not offer one"):
+    with pytest.raises(web.HTTPError, match="you chose a server without a GPU, but every server of this hub has a GPU"):
         await hub_starts(one, fraction="none")
     assert "No GPU" not in await one.get_options_form()
 

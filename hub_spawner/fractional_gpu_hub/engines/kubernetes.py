@@ -51,7 +51,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_runtime_class: Unicode[str, str | bytes] = Unicode(
         "nvidia",
         config=True,
-        help="""The RuntimeClass that gives pods with a share the driver's libraries and devices; empty: the cluster's default.
+        help="""The RuntimeClass that gives pods with a share the driver's libraries and devices. "" means the cluster's default.
 
         Example: c.FractionalGPUKubeSpawner.gpu_runtime_class = ""
         """,
@@ -62,7 +62,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         min=0,
         max=2**31 - 2**24,
         help="""Pods with a share run as this uid plus the user's id in the hub, so that each user has a separate uid at the nodes' brokers.
-        0: run as the uid of the image or of `uid`; then only their pods keep users apart.
+        With 0, pods run as the uid of the image or of `uid`, and the brokers cannot tell their users apart by uid.
 
         Example: c.FractionalGPUKubeSpawner.gpu_first_uid = 500000
         """,
@@ -78,8 +78,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_in_profiles: Bool[bool, bool | int] = Bool(
         default_value=False,
         config=True,
-        help="""Whether `profile_list` decides the GPU, with `gpu_profile` in each profile's `kubespawner_override`. The spawn page then
-        does not offer a choice of GPU.
+        help="""Whether users choose a GPU with a profile of `profile_list`, whose `kubespawner_override` sets `gpu_profile`. The spawn page
+        then offers no other choice of a GPU.
 
         Example: c.FractionalGPUKubeSpawner.gpu_in_profiles = True
         """,
@@ -87,7 +87,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_profile: Unicode[str, str | bytes] = Unicode(
         "none",
         config=True,
-        help="""With `gpu_in_profiles`: a server's GPU share, as POOL/THOUSANDTHS, or `none`. Set it in `kubespawner_override`.
+        help="""A profile's GPU share, as POOL/THOUSANDTHS, or `none`. Set it in `kubespawner_override`, and set `gpu_in_profiles`.
 
         Example: c.KubeSpawner.profile_list = [{"display_name": "1/4 GPU", "kubespawner_override": {"gpu_profile": "default/250"}}]
         """,

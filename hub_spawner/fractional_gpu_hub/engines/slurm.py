@@ -109,14 +109,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         min=1,
         max=WHOLE,
         config=True,
-        help="""With `gpu_gres = "shard"`: how many shards a GPU has in gres.conf. A share is rounded up to whole shards.
+        help="""How many shards a GPU has in gres.conf, if `gpu_gres` is "shard". A share is rounded up to whole shards.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_shards_per_device = 4
         """,
     )
     gpu_path: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The job's PATH, if JupyterHub is not in the same place on the nodes as on the hub. Default: the environment's.
+        help="""The job's PATH, if JupyterHub is not in the same place on the nodes as on the hub. Default: the PATH of `environment`.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_path = "/opt/jupyterhub/bin:/usr/bin:/bin"
         """,
@@ -134,7 +134,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         _SCRIPT,
         config=True,
         help="""The job's script. Its variables are `cmd`, `path`, `homedir` and `username`, quoted for the shell, and the administrator's
-        `req_...` settings, unquoted. The requests are on `sbatch`'s command line, which overrides `#SBATCH` lines.
+        `req_...` settings, unquoted. The job's requests are arguments of `sbatch`, which override `#SBATCH` lines.
         """,
     )
     startup_poll_interval = Float(

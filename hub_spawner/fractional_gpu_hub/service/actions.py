@@ -66,8 +66,8 @@ class Actions:
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
         if self._running[viewer.name] >= MOST_AT_ONCE or self._running.total() >= _MOST_OF_ALL:
             raise ConflictError(
-                f"{self._running[viewer.name]} of your actions are running, and {self._running.total()} of all users. The limits are "
-                f"{MOST_AT_ONCE} and {_MOST_OF_ALL}; wait until one ends",
+                f"too many actions are running: {self._running[viewer.name]} of yours (at most {MOST_AT_ONCE} are allowed), and "
+                f"{self._running.total()} of all users (at most {_MOST_OF_ALL}); wait until one ends",
                 reason="too-many",
             )
         self._running[viewer.name] += 1

@@ -172,7 +172,7 @@ def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
 
 def _wait(pool: NodePool) -> str:
     half, most = format_duration(pool.wait_p50_ms), format_duration(pool.wait_p95_ms)
-    return f"one more server's cells would wait {half} (median), {most} (95 %)"
+    return f"with one more server, half of its cells would wait at most {half}, and 95 % at most {most}"
 
 
 def _server(one: ClusterServer) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def rendered(error: BaseException) -> BaseException:
 
 
 _NEXT = {  # by the reason for the wait
-    "wait.busy-neighbour": "When that is over{turn}, its memory is saved to host memory, and {next_one} takes its place",
+    "wait.busy-neighbour": "When a busy kernel finishes its cell{turn}, its memory is saved to host memory, and {next_one} takes its place",
     "wait.user-limit": "It continues when another kernel of yours gives its share back",
     "wait.group-limit": "It continues when another kernel of your group gives its share back",
     "broker-silent": "The cell continues when the broker answers again",
@@ -147,7 +147,7 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     why = (progress.sentence or "the GPU is in use").rstrip(".")
     turn_ms = 0 if progress.turn_ms is None else progress.turn_ms - int(age_s * 1000)
     turn = f", or when its turn ends, in about {format_rough(turn_ms)}" if turn_ms >= 1000 else ""
-    next_one = "this kernel" if progress.position in {None, 1} else "the first in the queue"
+    next_one = "this kernel" if progress.position in {None, 1} else "the first kernel in the queue"
     after = f" {_NEXT[progress.reason]}.".format(turn=turn, next_one=next_one) if progress.reason in _NEXT else ""
     slowdown = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
     does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."

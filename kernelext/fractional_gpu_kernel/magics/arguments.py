@@ -106,7 +106,7 @@ COMMANDS = {
                 Argument("text", "TEXT", 'the note; "" removes it'),
                 Argument("--clear", "", "remove the note"),
             ),
-            "`%gpu` and `jupyter gpu status` show it while the kernel has its share, even after restarts.",
+            "`%gpu` and `jupyter gpu status` show the note as long as the kernel has its share, even after restarts.",
         ),
         Command("top", "the GPUs of this machine and the kernels on them (other users' without names)"),
         Command(
@@ -118,8 +118,8 @@ COMMANDS = {
             "cost",
             "the cost of this kernel, and of all your kernels today and this month",
             (),
-            "In money if the pool has a price, otherwise in GPU hours, compared with the cost of whole GPUs, and with what "
-            "suspending saved.",
+            "The cost is in money if the pool has a price, and otherwise in GPU hours. It is compared with the cost of whole GPUs, "
+            "and with what suspending saved.",
         ),
         Command(
             "explain",

@@ -419,9 +419,9 @@ class Broker:
             return self._networks.context_for(kernel.lease_id, identity)
         except PermissionError as error:
             kernel.unheard = (
-                "the broker is not permitted to enter this kernel's network namespace and cannot read its messages "
-                f"({error.strerror}; it needs root): with the extension the kernel counts as idle by the device's counters, "
-                "without it as busy"
+                "the broker is not permitted to enter this kernel's network namespace, so it cannot read the kernel's messages "
+                f"({error.strerror}; only root may do this). With our extension, the device's counters show whether the kernel is idle; "
+                "without it, the kernel counts as busy"
             )
             log.warning("lease %s: %s", kernel.lease_id[:8], kernel.unheard)
             self.record_line(kernel.lease_id, "iopub.no-permission", kernel.unheard)
@@ -439,7 +439,7 @@ class Broker:
     def _runner_ended(self, kernel: Kernel) -> None:
         """Resume a command, or keep it resident, once its runner (`jupyter gpu run`) has ended, because no other process will resume it."""
         kernel.end_runner()
-        sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
+        sentence = "`jupyter gpu run` has ended, but its command still runs; the command stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
         self.record_line(kernel.lease_id, "runner.ended", sentence)
         # The arbiter may be handling an event, because a starting broker introduces its leases one by one.

@@ -80,7 +80,7 @@ class DeadlineClock:
             try:
                 ledger.keep(_DEADLINE_CLOCK, json.dumps({"boot_id": boot, "start_ms": start_ms}))
             except LedgerError as error:  # such as a full disk; the next broker measures the start again
-                log.warning("cannot save the clock of pins and seats: %s", error)
+                log.warning("cannot save this boot's time, so pins and seats may later end early or late: %s", error)
         return cls(start_ms, since_boot)
 
     def now_ms(self) -> int:

@@ -65,8 +65,8 @@ def _share(pod: Pod) -> tuple[str, int]:
         raise EngineError(f"its request for a share cannot be read: {error}") from None
     if not shares:
         raise EngineError(
-            f"it names a pool or a fraction but requests no share; add {pods.resource_of('POOL')} in thousandths to its container's "
-            "requests and limits"
+            f"the pod's annotations name a pool or a fraction, but its containers request no share; add {pods.resource_of('POOL')} to a "
+            "container's requests and limits, such as '250' for a quarter of a GPU"
         )
     if len(shares) > 1:
         raise EngineError(

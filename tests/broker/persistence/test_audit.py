@@ -144,7 +144,7 @@ def test_what_cannot_be_written_down_is_not_done(fresh: LiveBroker) -> None:
     fresh.service.audit.path.mkdir()
     answer = fresh.call("POST", "/v1/devices/0/drain", {})
     assert (answer.status, answer.error["reason"]) == (500, "audit-log")
-    assert "drain was not done, but the audit log" in answer.error["message"]
+    assert "so the action 'drain' was not carried out" in answer.error["message"]
     assert "Is a directory" in answer.error["message"]
     assert not fresh.call("GET", "/v1/status").body["devices"][0]["draining"]
     fresh.service.audit.path.rmdir()
@@ -168,7 +168,7 @@ async def test_a_disk_that_fills_up_after_the_act_is_said_so(log: AuditLog, monk
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(InternalBrokerError, match=r"drain was answered \(done\), but the audit log"):
+    with pytest.raises(InternalBrokerError, match=r"so the outcome of 'drain' \(done\) is missing there"):
         async with log.act("drain", "GPU-0", ROOT, {}):
             monkeypatch.setattr(os, "fsync", full)
     monkeypatch.undo()
@@ -196,7 +196,7 @@ async def test_the_log_is_a_file_of_its_own(log: AuditLog, kind: str, tmp_path: 
     else:
         os.mkfifo(log.path)
     before = victim.stat()
-    with pytest.raises(InternalBrokerError, match="drain was not done"):
+    with pytest.raises(InternalBrokerError, match="the action 'drain' was not carried out"):
         await write(log)
     assert victim.read_text() == "precious"
     assert victim.stat().st_mode == before.st_mode

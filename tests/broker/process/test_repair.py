@@ -16,4 +16,4 @@ def test_a_broker_that_meets_one_with_another_filesystem_says_so(tmp_path: Path)
     with other, closing(lock):
         said = app._take_turn(lock, socket, None, patience_s=-1)
     assert isinstance(said, str)
-    assert said.startswith(f"process {os.getpid()} serves on a different {socket}: a broker with another filesystem")
+    assert said.startswith(f"process {os.getpid()} already serves {socket} in another filesystem")

@@ -225,7 +225,10 @@ async def test_kernels_without_a_record_are_listed_and_nothing_of_them_is_guesse
         ledger.end_lease("over", 1, "released")
         lost = lost_kernels(None, str(socket), ledger, set())
         assert lost == {"one": process}
-        assert f"(process {process.pid}); their variables still exist, and `jupyter gpu" in lost_sentence(lost)
+        assert (
+            f"(process {process.pid}); the kernels keep their variables; to restore lost records, run `jupyter gpu"
+            in lost_sentence(lost)
+        )
         assert lost_kernels(os.getuid() + 1, str(socket), ledger, set()) == {}
         assert lost_kernels(None, str(socket), ledger, {"one"}) == {}, "it has a record"
         async with started(socket, driver, ledger=ledger) as broker:

@@ -414,7 +414,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str, list[str]]] = [
         "pool-group",
         ["staff", "students"],
     ),
-    ({"groups": {"staff": {}}}, {}, "pool-group", ["staff", "none"]),
+    ({"groups": {"staff": {}}}, {}, "pool-group", ["staff", "no group"]),
     ({"hours": f"{CLOSED} 08:00-08:30"}, {}, "pool-closed", [f"{CLOSED} 08:00;"]),
     ({"user_limits": {"fraction": "1/2"}}, {"fraction_milli": 750}, "user-limit", ["3/4", "1/2"]),
     (

@@ -87,7 +87,7 @@ def test_a_hubs_pod_states_its_owner_and_any_other_does_not() -> None:
     [
         ({"milli": "2k"}, "2000 thousandths of a GPU of pool default; a share is at most 1000"),
         ({"milli": "2k", "annotations": {FRACTION: "250m"}}, "at most 1000"),
-        ({"milli": None, "annotations": {POOL: "default"}}, "requests no share; add fractional-gpu.jupyter.org/POOL"),
+        ({"milli": None, "annotations": {POOL: "default"}}, "request no share; add fractional-gpu.jupyter.org/POOL"),
         ({"annotations": {FRACTION: "1000m"}}, "fraction is '1000m', but it requests '250m'"),
         ({"annotations": {POOL: "large"}}, "pool is 'large', but it requests 'default'"),
     ],

@@ -20,7 +20,7 @@ from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.sums import TIMES, columns_for, summed
 
 _FRESH_S: Final = 5.0  # the maximum age of the figures that a reader gets
-_HIDDEN: Final = "You may not see these figures: c.GPUBroker.usage_visible says whose figures users see."
+_HIDDEN: Final = "You may not see these figures: c.GPUBroker.usage_visible determines whose figures users may see."
 _PRIVATE: Final = frozenset({"notebook", "lease"})
 
 

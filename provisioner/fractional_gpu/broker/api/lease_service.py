@@ -117,7 +117,7 @@ class LeaseService:
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
-                f"the record of this kernel's lease was lost; {REMEDY}, and its variables are kept", reason="lost-lease"
+                f"the broker lost its record of this kernel, which keeps its variables; {REMEDY}", reason="lost-lease"
             )
         kernel = self.broker.kernels.get(lease_id)
         itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)
@@ -128,7 +128,7 @@ class LeaseService:
                 reason="unknown-lease",
             )
         if peer.token is not None and not self._is_token_of(peer, peer.token, kernel, own=own):
-            raise UnauthorizedError("the token does not match this lease", reason="foreign-token")
+            raise UnauthorizedError("the request's token is not the token of this lease", reason="foreign-token")
         if own and peer.token is None and not itself:
             raise UnauthorizedError(
                 "this request needs the lease's token in an `Authorization: Bearer TOKEN` header", reason="no-token"
@@ -269,7 +269,7 @@ class LeaseService:
                 while True:
                     change, view = kernel.change(), self.broker.arbiter.lease(kernel.lease_id)
                     if view is None:
-                        raise NoRoomError("the lease was released while it waited")
+                        raise NoRoomError("the lease ended while it waited for a GPU")
                     if view.device_id is not None and view.state in (LeaseState.UNATTACHED, LeaseState.RESIDENT):
                         return view.device_id
                     await change.wait()
@@ -278,7 +278,7 @@ class LeaseService:
             why = (
                 ticket.sentence
                 if ticket is not None
-                else "your other kernels are starting and have taken the free space"
+                else "your other kernels are starting and have reserved the free memory"
             )
             await self.broker.survivors.release(kernel)
             raise NoRoomError(

@@ -461,7 +461,7 @@ def drain_claim_queries(claim: NameClaim) -> None:
         try:
             claim.drain()
         except OSError as error:
-            log.error("cannot read device-claim queries: %s; retrying in %g s", error, _PAUSE_S)  # noqa: TRY400 - a traceback adds nothing
+            log.error("cannot read who asks for a device: %s; retrying in %g s", error, _PAUSE_S)  # noqa: TRY400 - a traceback adds nothing
             loop.remove_reader(claim.fileno())
             loop.call_later(_PAUSE_S, drain_claim_queries, claim)
 

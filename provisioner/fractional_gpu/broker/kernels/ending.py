@@ -69,7 +69,7 @@ async def wait_for_end(
             except PermissionError:
                 if number is not None:
                     raise ConflictError(
-                        f"the broker's user is not permitted to end process {identity.pid}; a broker that runs as root can",
+                        f"the broker's user is not permitted to end process {identity.pid}; end it yourself, or run the broker as root",
                         reason="not-permitted",
                     ) from None
         with suppress(TimeoutError):

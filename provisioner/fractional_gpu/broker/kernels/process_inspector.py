@@ -268,9 +268,7 @@ def _shortage_as_gpu_error() -> Iterator[None]:
 
 
 def stopped_sentence(pid: int) -> str:
-    return (
-        f"process {pid} is stopped and cannot answer the driver: `kill -CONT {pid}` continues it (or end its debugger)"
-    )
+    return f"process {pid} is stopped and cannot answer the driver; continue it with `kill -CONT {pid}`, or end its debugger"
 
 
 def is_device_file(path: str) -> bool:

@@ -15,7 +15,7 @@ from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.model import LeaseSpec, PoolSpec, ReserveBy
-from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.core.units import format_fraction, format_memory, plural
 from fractional_gpu.host.accounts import account_name, account_uid
 from fractional_gpu.host.namespaces import pid_meant_by
 from fractional_gpu.host.peers import PeerCredentials
@@ -54,7 +54,7 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; expected 1 to 1000", reason="bad-fraction")
     most = min(pool.max_devices, len(pool.devices))
     if request.devices != 1 and not 1 <= request.devices <= most:
-        has = f"pool {pool.name!r} has {len(pool.devices)}, and a kernel can have at most {pool.max_devices}"
+        has = f"pool {pool.name!r} has {plural(len(pool.devices), 'device')}, and a kernel can have at most {pool.max_devices}"
         raise BadRequestError(f"devices is {request.devices}; expected 1 to {most} ({has})", reason="bad-devices")
     if request.devices > 1 and request.fraction_milli != 1000:
         raise BadRequestError(

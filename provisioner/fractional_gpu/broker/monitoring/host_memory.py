@@ -208,7 +208,7 @@ class OomProtection:
             self._reported = True
             log.info(
                 "this broker is not permitted to lower the out-of-memory killer's adjustment of process %d from %d below %d (it lacks "
-                "CAP_SYS_RESOURCE): the killer counts some or all of the saved state of suspended kernels",
+                "CAP_SYS_RESOURCE): if memory runs out, Linux may end a suspended kernel because of the memory that it saved",
                 *(identity.pid, was, now),
             )
         if now < was:

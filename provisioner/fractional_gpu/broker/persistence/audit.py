@@ -112,7 +112,7 @@ class AuditLog:
         """
         act = AuditedAction(what=what, target=target, peer=peer, parameters=parameters)
         try:
-            await self._write_outcome(act, "asked", f"{what} was not done")
+            await self._write_outcome(act, "asked", f"the action {what!r} was not carried out")
         except asyncio.CancelledError:  # the line is still written, but the action is not done
             await self._write_failed(act, "withdrawn")
             raise
@@ -129,7 +129,7 @@ class AuditLog:
                 act.refused("failed", type(error).__name__)
             await self._write_failed(act, outcome)
             raise
-        await self._write_outcome(act, act.outcome, f"{what} was answered ({act.outcome})")
+        await self._write_outcome(act, act.outcome, f"the outcome of {what!r} ({act.outcome}) is missing there")
 
     async def check(self) -> None:
         try:
@@ -154,7 +154,7 @@ class AuditLog:
     async def _write_failed(self, act: AuditedAction, outcome: str) -> None:
         """Write the outcome of a failed action. If that is impossible, only log this, since the action's own error matters more."""
         try:
-            await self._write_outcome(act, outcome, f"{act.what} ended ({outcome})")
+            await self._write_outcome(act, outcome, f"the outcome of {act.what!r} ({outcome}) is missing there")
         except InternalBrokerError as error:
             log.error("%s", error)  # noqa: TRY400 - a full disk is no defect of ours
 
@@ -172,7 +172,7 @@ class AuditLog:
                 return
             log.error("the audit log %s cannot be written (%s): %s", self.path, error, line)  # noqa: TRY400
             raise InternalBrokerError(
-                f"{what_is}, but the audit log {self.path} cannot be written ({error.strerror or error}); free some space, or set "
+                f"the audit log {self.path} cannot be written ({error.strerror or error}), so {what_is}; free some space, or set "
                 "c.GPUBroker.audit_required = False",
                 reason="audit-log",
             ) from error

@@ -106,7 +106,7 @@ class LeaseFiles:
             else:
                 self._failed.discard(name)
         if problem and problem != self._logged:
-            log.warning("%d second records are not up to date: %s; retrying", len(self._failed), problem)
+            log.warning("%d backup records are not up to date: %s; retrying", len(self._failed), problem)
         if problem or not self._failed:
             self._logged = problem
 

@@ -240,9 +240,7 @@ def _take_turn(
                 return claim
             pid, uid = claim
             if uid not in (None, 0, os.geteuid()):
-                log.warning(
-                    "process %s of uid %s is not one of our brokers but claims the name of %s", pid, uid, socket
-                )
+                log.warning("process %s of uid %s uses the name of the broker on %s: ignoring it", pid, uid, socket)
                 return None
             lock.give_up()
             apart = "another broker" if pid is None else f"process {pid}"
@@ -253,8 +251,8 @@ def _take_turn(
             if time.monotonic() > deadline:
                 if apart:
                     return (
-                        f"{apart} serves on a different {socket}: a broker with another filesystem, such as a "
-                        "container's, in this network namespace; give this one another --socket, or a separate network namespace"
+                        f"{apart} already serves {socket} in another filesystem (such as a container's) and shares this network "
+                        "namespace; start this broker with another --socket, or in a separate network namespace"
                     )
                 holder = claim_holder(socket)
                 who = "another broker" if holder is None else f"another broker, process {holder},"

@@ -58,7 +58,7 @@ class DriverStart:
         if all(spec.why_not for spec in self._specs.values()):
             self._pending = False
             self.off = next((spec.why_not for spec in self._specs.values()), "no device can be checkpointed")
-            log.warning("no kernel can be suspended, all stay resident: %s", self.off)
+            log.warning("no kernel can be suspended, so all stay on their GPUs: %s", self.off)
         elif await self._is_alone():
             await self._attempt()
             for device_id, spec in self._as_found.items():
@@ -127,7 +127,7 @@ class DriverStart:
                 await self._worker.wait_for_previous_worker()
         except TimeoutError:
             log.warning(
-                "the worker of an earlier broker is still running an operation; the state of its kernel is unknown until it is done"
+                "the worker of an earlier broker is still suspending or resuming a kernel, whose state is unknown until then"
             )
             return False
         return True
@@ -159,7 +159,7 @@ class DriverStart:
                 at = time.strftime("%H:%M:%S %Z", time.localtime(time.time() + self._pause_s))
                 self.off = f"{self._error} (attempt {self._attempts}; the next one is at {at})"
             level = logging.WARNING if news else logging.INFO
-            log.log(level, "no kernel can be suspended, all stay resident: %s", self.off)
+            log.log(level, "no kernel can be suspended, so all stay on their GPUs: %s", self.off)
         else:
             if self.off:
                 log.info("the CUDA driver works now, after %d attempts: kernels can be suspended", self._attempts)

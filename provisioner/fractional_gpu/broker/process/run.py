@@ -150,7 +150,7 @@ class BrokerRun:
                         task.result()  # raise its error: a broker without its sampler, for example, must not continue
             finally:
                 await self._shut_down(tasks)
-        log.info("stopped; %s", "leases live on" if self.leases_live else "no lease was left")
+        log.info("stopped; %s", "leases continue" if self.leases_live else "no lease was left")
 
     def has_leases(self) -> bool:
         return bool(self.broker.kernels or self.service.seats.live() or lost_sentence(self.broker.lost))
@@ -256,7 +256,7 @@ class BrokerRun:
         broker, ledger = self.broker, self.ledger
         records = await asyncio.to_thread(take_records, files.folder, ledger)
         for record in records:
-            log.warning("lease %s is not in the ledger: restored from its second record", record.spec.lease_id[:8])
+            log.warning("the ledger has no lease %s: restored it from its backup record", record.spec.lease_id[:8])
         uid = None if self.everyone else os.getuid()
         known = {record.spec.lease_id for record in records}
         broker.lost = await ATTACHING.run(lost_kernels, uid, self.socket, ledger, known)

@@ -166,14 +166,12 @@ def lost_sentence(lost: Mapping[str, ProcessIdentity]) -> str:
     if not pids:
         return ""
     return (
-        f"the records of {plural(len(pids), 'living kernel')} were lost (process {', '.join(map(str, pids))}); their variables still "
-        f"exist, and {REMEDY}"
+        f"the broker lost its records of {plural(len(pids), 'living kernel')} (process {', '.join(map(str, pids))}); the kernels "
+        f"keep their variables; {REMEDY}"
     )
 
 
-REMEDY: Final = (
-    "`jupyter gpu broker --stop && jupyter gpu rescue` writes the records again (of a service: by an administrator)"
-)
+REMEDY: Final = "to restore lost records, run `jupyter gpu broker --stop && jupyter gpu rescue` (as an administrator if it is a service)"
 
 
 def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:

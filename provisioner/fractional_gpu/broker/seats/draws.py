@@ -112,9 +112,9 @@ class SeatDraws:
     def check_takeover(self, seat: SeatRecord, kernel: Kernel, view: LeaseView) -> None:
         spec = view.spec
         if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group:
-            raise ForbiddenError("the seat's terms differ from the lease's", reason="seat-terms")
+            raise ForbiddenError("the seat belongs to another user or group than the lease", reason="seat-terms")
         if spec.allowed_devices != seat.allowed_devices:
-            raise ForbiddenError("the seat's devices differ from the lease's", reason="seat-devices")
+            raise ForbiddenError("the seat allows other devices than the lease", reason="seat-devices")
         if kernel.identity is not None:
             self._workloads.check(seat, kernel.identity.pid, "its kernel")
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))

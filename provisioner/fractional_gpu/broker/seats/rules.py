@@ -137,7 +137,7 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
     found = hub.terms(named)
     if found is None:
         allowed = ", ".join(sorted(hub.groups or ()))
-        yours = f"you are in {', '.join(named)}" if named else "you are in none"
+        yours = f"you are in {', '.join(named)}" if named else "you are in no group"
         raise ForbiddenError(
             f"pool {pool!r} is for members of {allowed}, but {yours}; choose another pool, or ask your administrator",
             reason="pool-group",

@@ -110,7 +110,7 @@ class Seats:
         for seat in read_seat_files(files.folder) if files is not None else ():
             if not ledger.has_seat(seat.seat_id):
                 log.warning(
-                    "seat %s of %r is not in the ledger: restored from its second record",
+                    "the ledger has no record of seat %s of %r: restored the seat from its backup record",
                     seat.seat_id[:8],
                     seat.owner,
                 )
@@ -123,7 +123,7 @@ class Seats:
         self.revocations.recover(ledger, self._seats)
         if self._settings.seats_required:
             for said in map(self._capacity.fitting, self._broker.arbiter.pools().values()):
-                log.info("%s", said or "a pool has no device: no seat fits")
+                log.info("%s", said or "a pool has no devices, so it has no room for seats")
 
     def live(self) -> list[SeatRecord]:
         return list(self._seats.values())

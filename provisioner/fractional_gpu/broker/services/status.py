@@ -36,7 +36,7 @@ from fractional_gpu.protocol.status import (
     describe_strangers,
 )
 
-HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
+HAD_ITS_TURN = "this kernel has had its turn on the GPU; kernels that already waited when this cell began go first"
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
 
 _MINUTE_MS = 60_000
@@ -141,9 +141,9 @@ def full_lease_status(broker: Broker, kernel: Kernel) -> LeaseStatus:
 def revoked_sentence(view: LeaseView) -> str:
     left = format_duration(max(0, (view.ends_ms or 0) - now_ms()) // _MINUTE_MS * _MINUTE_MS)
     return (
-        "the seat of this kernel's server has ended: it keeps its variables, uses no GPU and counts for its user, and ends in about "
-        f"{left}; start that server again with as large a share of pool {view.spec.pool!r}, which takes the kernel over, or end it "
-        f"with `jupyter gpu end {view.spec.lease_id[:8]}`"
+        "the seat of this kernel's server has ended: the kernel keeps its variables, uses no GPU, counts against its user's limits and "
+        f"ends in about {left}; to keep it, start that server again with at least as large a share of pool {view.spec.pool!r}; to end "
+        f"it now, run `jupyter gpu end {view.spec.lease_id[:8]}`"
     )
 
 

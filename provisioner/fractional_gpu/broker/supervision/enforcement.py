@@ -96,7 +96,7 @@ class Enforcement:
         if breach.action is Breach.KILL:
             alive = [one for one in self._users.get(breach.lease_id, set()) if not self._signal(one, signal.SIGKILL)]
             if alive:
-                sentence += f" (the broker's user may not end process {alive[0].pid})"
+                sentence += f" (the broker is not permitted to end process {alive[0].pid})"
         if kernel.launch.command:
             kernel.notices.append(sentence)  # its runner prints it
             kernel.notify()
@@ -240,7 +240,7 @@ class ContextLearner:
         figure = ContextSize(kernel.uid, used_mib - reserved_mib)
         if self.sizes.saw(device.name, kernel.lease_id, figure, view.spec.reserve_mib):
             context_mib = self.context_mib(kernel.lease_id, device_ids)
-            log.info("a context on %s takes %d MiB beyond its framework (uid %d)", device.name, context_mib, kernel.uid)
+            log.info("a CUDA context on %s takes %d MiB (uid %d)", device.name, context_mib, kernel.uid)
 
 
 # Checks that a kernel that runs no cell is really idle. The devices' counters of work decide this together with IOPub.
@@ -301,7 +301,7 @@ class GpuActivity:
                 try:
                     await self._look(watched)
                 except OSError as error:  # such as a lack of descriptors; the next look may succeed
-                    log.error("cannot read the devices' work: %s", error)  # noqa: TRY400 - the sentence says it
+                    log.error("cannot read when processes last used the devices: %s", error)  # noqa: TRY400 - the sentence says it
             if await within(self._pause_s() if watched else _QUIET_INTERVAL_S, self._news):
                 await asyncio.sleep(_SHORTEST_S)
 

@@ -392,8 +392,8 @@ def _check_heirs(kernel: Kernel, heirs: Sequence[ProcessIdentity]) -> None:
         # Restores of a process with such a child are reported to fail and to lose the kernel's state.
         raise StepError(
             SuspendOutcome.REFUSED,
-            f"process {heirs[0].pid} was forked by the kernel after it began to use CUDA (like workers of a DataLoader or of "
-            "multiprocessing) and shares its context: the kernel can be suspended when that process has ended",
+            f"process {heirs[0].pid} was forked by the kernel after the kernel began to use CUDA, as workers of DataLoader and "
+            "multiprocessing are; the kernel cannot be suspended while this process runs: wait for the process, or end it",
         )
 
 

@@ -268,7 +268,7 @@ class Swaps:
         if rest_mib > 0:
             lacking = self._lacking_room(host, targets, rest_mib, rest_mib, pids)
         elif not all(host.is_alone(pids, one) for one in targets):  # if it is alone, there will never be more room
-            lacking = "the saved size is unknown, and others use its device"
+            lacking = "the saved size is unknown, and other processes use its device"
         if lacking:
             log.warning("lease %s: part of its memory stays saved: %s", kernel.lease_id, lacking)
             return
