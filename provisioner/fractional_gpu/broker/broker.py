@@ -135,7 +135,6 @@ class Broker:
         self.history = History(writer)
         self.records = LeaseRecords(self, files)
         self.end_processes: Callable[[str], None] = lambda _: None  # ends the processes of a revoked lease
-        self.exit_followers: list[Callable[[Kernel], None]] = []  # called with each kernel whose process has ended
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
         self.scans = swaps.inspector.scans
@@ -458,8 +457,6 @@ class Broker:
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
-        for follower in self.exit_followers:
-            follower(kernel)
         if full := self.oom_kills.account_for(identity):
             self._ended_by_oom(kernel, full)
         kernel.forget_process()

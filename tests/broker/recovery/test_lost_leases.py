@@ -18,7 +18,7 @@ from msgspec import structs
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_records
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_sentence, take_records
 from fractional_gpu.broker.recovery.recovery import recover
@@ -181,17 +181,17 @@ async def test_records_that_others_could_have_written_are_not_read(socket: Path)
     with carrier("one", socket) as process:
         path = write_record(socket, record_of("one", process))
         path.chmod(0o622)
-        assert read_lease_files(path.parent) == []
+        assert read_records(path.parent, LeaseRecord) == []
         path.chmod(0o600)
-        assert [record.spec.lease_id for record in read_lease_files(path.parent)] == ["one"]
+        assert [record.spec.lease_id for record in read_records(path.parent, LeaseRecord)] == ["one"]
         path.parent.chmod(0o777)
-        assert read_lease_files(path.parent) == []
+        assert read_records(path.parent, LeaseRecord) == []
         path.parent.chmod(0o700)
         (other := socket.with_name("other")).hardlink_to(path)
-        assert read_lease_files(path.parent) == [], "who has its other name could have written it"
+        assert read_records(path.parent, LeaseRecord) == [], "who has its other name could have written it"
         other.unlink()
         path.rename(path.with_name("another.json"))
-        assert read_lease_files(path.parent) == [], "its name is another lease's"
+        assert read_records(path.parent, LeaseRecord) == [], "its name is another lease's"
 
 
 async def test_what_the_ledger_knows_to_be_over_stays_over(socket: Path) -> None:
@@ -262,12 +262,12 @@ async def test_files_follow_the_leases_and_are_put_back(socket: Path) -> None:
         await files.flushed()
         (path,) = files.folder.iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
-        assert [found.state for found in read_lease_files(files.folder)] == [L.SUSPENDED]
+        assert [found.state for found in read_records(files.folder, LeaseRecord)] == [L.SUSPENDED]
         path.unlink()
         files.folder.rmdir()
         await files.repair()
-        assert read_lease_files(files.folder) == [replace(record, state=L.SUSPENDED)]
-        files.drop("one")
+        assert read_records(files.folder, LeaseRecord) == [replace(record, state=L.SUSPENDED)]
+        files.drop("one", LeaseRecord)
         await files.close()
         assert not files.folder.exists(), "nothing is left of a broker without leases"
 
@@ -282,7 +282,7 @@ async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, capl
         files.folder.unlink()
         files.put(record_of("two", process))
         await files.repair()
-        assert {record.spec.lease_id for record in read_lease_files(files.folder)} == {"one", "two"}
+        assert {record.spec.lease_id for record in read_records(files.folder, LeaseRecord)} == {"one", "two"}
     await files.close()
 
 

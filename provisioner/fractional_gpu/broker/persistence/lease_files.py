@@ -32,11 +32,10 @@ T = TypeVar("T", LeaseRecord, SeatRecord)
 
 _EVERY_S: Final = 2.0
 _LONGEST: Final = 1 << 20  # bytes of a file
-_LEASE: Final = ".json"
-_SEAT: Final = ".seat"
+_SUFFIXES: Final[dict[type[LeaseRecord | SeatRecord], str]] = {LeaseRecord: ".json", SeatRecord: ".seat"}
 _SUFFIX: Final = ".token"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NAME: Final = re.compile(r"([0-9a-zA-Z_-]{1,64})(\.json|\.seat)", re.ASCII)
+_NAME: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}(?:\.json|\.seat)", re.ASCII)
 # With O_NONBLOCK, opening a pipe with this name does not wait for a writer forever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -61,18 +60,15 @@ class LeaseFiles:
         self._thread = StartedThreads(1, "lease-files")
 
     def put(self, record: LeaseRecord | SeatRecord) -> None:
-        name = record.spec.lease_id + _LEASE if isinstance(record, LeaseRecord) else record.seat_id + _SEAT
-        text = msgspec.json.encode(record)
+        name, text = _name_of(record), msgspec.json.encode(record)
         if self._wanted.get(name) != text:
             self._wanted[name] = text
             self._thread.submit(self._write, {name: text})
 
-    def drop(self, lease_id: str, suffix: str = _LEASE) -> None:
-        self._wanted.pop(lease_id + suffix, None)
-        self._thread.submit(self._write, {lease_id + suffix: None})
-
-    def drop_seat(self, seat_id: str) -> None:
-        self.drop(seat_id, _SEAT)
+    def drop(self, record_id: str, kind: type[LeaseRecord | SeatRecord]) -> None:
+        name = record_id + _SUFFIXES[kind]
+        self._wanted.pop(name, None)
+        self._thread.submit(self._write, {name: None})
 
     async def run(self) -> None:
         while True:
@@ -119,8 +115,13 @@ class LeaseFiles:
         self._write({name: wanted.get(name) for name in (wanted.keys() - there) | self._failed})
 
 
+def _name_of(record: LeaseRecord | SeatRecord) -> str:
+    record_id = record.spec.lease_id if isinstance(record, LeaseRecord) else record.seat_id
+    return record_id + _SUFFIXES[type(record)]
+
+
 def write_lease_file(folder: Path, record: LeaseRecord) -> None:
-    _replace(folder, record.spec.lease_id + _LEASE, msgspec.json.encode(record))
+    _replace(folder, _name_of(record), msgspec.json.encode(record))
 
 
 def _replace(folder: Path, name: str, text: bytes) -> None:
@@ -139,21 +140,11 @@ def _replace(folder: Path, name: str, text: bytes) -> None:
     fresh.rename(folder / name)
 
 
-def read_lease_files(folder: Path) -> list[LeaseRecord]:
-    """Return the records that a broker of this user left, oldest first.
+def read_records(folder: Path, kind: type[T]) -> list[T]:
+    """Return the records of this kind that a broker of this user left, oldest first.
 
     Skips files that are unreadable or that other users may write to, and logs a warning.
     """
-    records = [record for name, record in _read_all(folder, _LEASE, LeaseRecord) if record.spec.lease_id == name]
-    return sorted(records, key=lambda record: (record.created_ms, record.spec.lease_id))
-
-
-def read_seat_files(folder: Path) -> list[SeatRecord]:
-    records = [record for name, record in _read_all(folder, _SEAT, SeatRecord) if record.seat_id == name]
-    return sorted(records, key=lambda record: (record.created_ms, record.seat_id))
-
-
-def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or not _is_private(status):
@@ -170,20 +161,22 @@ def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
         return []
     found = []
     for name in names:
-        match = _NAME.fullmatch(name)
-        if match is None or match[2] != suffix:
+        if not (_NAME.fullmatch(name) and name.endswith(_SUFFIXES[kind])):
             continue
         try:
-            found.append((match[1], _read(folder / name, kind)))
+            record = _read(folder / name, kind)
         except (OSError, ValueError) as error:
             log.warning("ignoring the record %s: %s", folder / name, error)
-    return found
+            continue
+        if _name_of(record) == name:
+            found.append(record)
+    return sorted(found, key=lambda record: (record.created_ms, _name_of(record)))
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
     """Remove an ended lease's file. If that fails, a later start of the broker removes it."""
     with suppress(OSError):
-        (folder / f"{lease_id}{_LEASE}").unlink()
+        (folder / f"{lease_id}{_SUFFIXES[LeaseRecord]}").unlink()
 
 
 def _read(path: Path, kind: type[T]) -> T:

@@ -410,7 +410,7 @@ class LeaseRecords:
 
     def remove_second_record(self, lease_id: str) -> None:
         if self.files is not None:
-            self.files.drop(lease_id)
+            self.files.drop(lease_id, LeaseRecord)
 
     async def close(self) -> None:
         if self.files is not None:

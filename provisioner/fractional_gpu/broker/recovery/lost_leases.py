@@ -17,7 +17,7 @@ from typing import Final
 
 from fractional_gpu.broker.kernels.connection import check_endpoints, command_connection, connection_from_json
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
-from fractional_gpu.broker.persistence.lease_files import read_lease_files, remove_lease_file
+from fractional_gpu.broker.persistence.lease_files import read_records, remove_lease_file
 from fractional_gpu.core.units import plural
 from fractional_gpu.host.process import (
     ProcessIdentity,
@@ -177,7 +177,7 @@ REMEDY: Final = "to restore lost records, run `jupyter gpu broker --stop && jupy
 def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
     return [
         record
-        for record in read_lease_files(folder)
+        for record in read_records(folder, LeaseRecord)
         if not (ledger is not None and ledger.has_lease(record.spec.lease_id))
         and record.identity is not None
         and still_carries(record.identity, record.uid, record.spec.lease_id)
@@ -188,7 +188,7 @@ def take_records(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
     """Return the second records of live kernels, and remove the files of ended leases. Blocks. Raises LedgerError."""
     found = living_records(folder, ledger)
     kept = {record.spec.lease_id for record in (*found, *ledger.live_leases())}
-    for record in read_lease_files(folder):
+    for record in read_records(folder, LeaseRecord):
         if record.spec.lease_id not in kept:
             remove_lease_file(folder, record.spec.lease_id)
     return found

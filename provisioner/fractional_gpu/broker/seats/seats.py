@@ -23,7 +23,7 @@ from msgspec import structs
 from fractional_gpu.broker.accounting.budgets import BudgetKeeper
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms, within
-from fractional_gpu.broker.persistence.lease_files import read_seat_files
+from fractional_gpu.broker.persistence.lease_files import read_records
 from fractional_gpu.broker.seats.capacity import HostCapacity
 from fractional_gpu.broker.seats.draws import SeatDraws, UsageRecorder
 from fractional_gpu.broker.seats.offers import PoolForecasts
@@ -107,7 +107,7 @@ class Seats:
     def recover(self, ledger: Ledger) -> None:
         self._seats.update((record.seat_id, record) for record in ledger.live_seats())
         files = self._broker.records.files
-        for seat in read_seat_files(files.folder) if files is not None else ():
+        for seat in read_records(files.folder, SeatRecord) if files is not None else ():
             if not ledger.has_seat(seat.seat_id):
                 log.warning(
                     "the ledger has no record of seat %s of %r: restored the seat from its backup record",
@@ -475,7 +475,7 @@ class Seats:
     def _end(self, seat: SeatRecord, reason: str) -> asyncio.Future[None]:
         del self._seats[seat.seat_id]
         if self._broker.records.files is not None:
-            self._broker.records.files.drop_seat(seat.seat_id)
+            self._broker.records.files.drop(seat.seat_id, SeatRecord)
         log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
         ended_ms = wall_ms()
         self.forecasts.seat_ended(seat.pool, ended_ms - seat.created_ms)

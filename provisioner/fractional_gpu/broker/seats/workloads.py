@@ -14,8 +14,6 @@ from typing import Final
 from msgspec import structs
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import within
-from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.host.process import boot_id
 from fractional_gpu.host.workload import (
     KUBERNETES,
@@ -53,10 +51,8 @@ class Workloads:
         self._gone = gone
         self._changed = changed
         self._boot_id = boot_id()  # read now, because the broker may be out of descriptors later
-        self._look_soon = asyncio.Event()
         self.warnings: dict[str, str] = {}  # by seat: a sentence that explains why its kernels may not be saved
         self._examined: set[str] = set()  # seats whose memory limit has been read
-        broker.exit_followers.append(self._exited)
 
     def check(self, seat: SeatRecord, pid: int, what: str) -> None:
         workload = seat.workload
@@ -76,7 +72,6 @@ class Workloads:
             )
         if found.group and not seat.group_seen:
             self._changed(_with_group(seat, found.group))
-            self._look_soon.set()
 
     def of_pod(self, pid: int) -> SeatRecord | None:
         """Return the seat of the process's pod. No process can change its control group, so the group serves as the token."""
@@ -115,9 +110,8 @@ class Workloads:
 
     async def run(self) -> None:
         while True:
-            self._look_soon.clear()
             await self._look()
-            await within(_EVERY_S, self._look_soon)
+            await asyncio.sleep(_EVERY_S)
 
     async def _look(self) -> None:
         seats = [seat for seat in self._seats.values() if seat.workload is not None]
@@ -133,12 +127,6 @@ class Workloads:
                 await self.warning(self._seats[seat.seat_id])
         self.warnings = {seat_id: text for seat_id, text in self.warnings.items() if seat_id in self._seats}
         self._examined &= self._seats.keys()
-
-    def _exited(self, kernel: Kernel) -> None:
-        view = self._broker.arbiter.lease(kernel.lease_id)
-        seat = self._seats.get(view.spec.seat) if view is not None else None
-        if seat is not None and seat.workload is not None:
-            self._look_soon.set()
 
 
 def _with_group(seat: SeatRecord, group: str) -> SeatRecord:
