@@ -70,6 +70,11 @@ class Settings(HasTraits):
         help="The host memory that all suspended kernels together may use for their GPU state: a share of the machine's memory, "
         "such as '50%', or a size, such as '64GiB'. 0: no kernel is suspended.",
     )
+    page_out_after = Setting(
+        values.or_word("never", values.duration(least_ms=1000)), "never", "10m",
+        help="How long after its suspend a kernel's state is moved to the machine's swap space, where it does not count against "
+        "host_memory. It then takes longer to resume. Needs root and swap space. 'never': it stays in memory.",
+    )
     device_overhead = Setting(
         values.optional(values.memory), None, "500MiB",
         help="The memory on each device that no kernel may reserve. The driver needs it, and so do restores: a restore onto a full "

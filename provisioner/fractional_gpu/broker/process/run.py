@@ -42,6 +42,7 @@ from fractional_gpu.broker.process.restarting import make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_sentence, take_records
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.services.culling import Culler, CullRule
+from fractional_gpu.broker.services.paging import Pager
 from fractional_gpu.broker.services.revocation_notice import RevocationNotice
 from fractional_gpu.broker.services.yielders import Yielder
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
@@ -167,7 +168,14 @@ class BrokerRun:
         broker = self.broker
         total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
         budget_mib = settings.host_budget_mib(total_mib)
-        sampler = Sampler(broker, specs, partial(host_budget_mib, budget_mib, total_mib))
+        after_ms = settings.page_out_after
+        pager = None if after_ms is None else Pager(broker, after_ms)
+
+        def budget(saved_mib: int) -> int:
+            in_swap_mib = 0 if pager is None else pager.swapped_mib
+            return host_budget_mib(budget_mib + in_swap_mib, total_mib, saved_mib)
+
+        sampler = Sampler(broker, specs, budget)
         broker.operations.sample = sampler.refresh
         self._configure(budget_mib)
         capacity = settings.capacity(budget_mib, max((spec.memory_mib for spec in self.specs), default=0))
@@ -207,6 +215,8 @@ class BrokerRun:
             broker.metrics.watch_loop(),
             notify_systemd(),
         ]
+        if pager is not None:
+            work.append(pager.run())
         if settings.idle_exit is not None:
             work.append(self._stop_when_unused(settings.idle_exit / 1000))
         if (source := settings.revocation_notice) is not None:
