@@ -91,6 +91,7 @@ BROKER: dict[str, Row] = {
     "revocation_drains": OFF,
     "revocation_deadline": (30_000, 120_000, ("soon", TIME)),
     "cull_idle_after": (None, 604_800_000, ("soon", TIME), ("1ms", "from 1 s to 366 days or 'never'")),
+    "page_out_after": (None, 600_000, ("soon", TIME), ("1ms", "from 1 s to 366 days or 'never'")),
     "cull_above": (100, 90, (0, "a whole number from 1 to 100"), ("90%", "a whole number from 1 to 100")),
     "cull_warning": (900_000, 3_600_000, ("soon", TIME)),
     "yielders": ((), (SERVERS["ollama"], replace(SERVERS["comfyui"], port=8189)), (["llama"], "expected a list of 'ollama'"),
