@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     say: Callable[[dict[str, Any]], str] = json.dumps if options.json else sentence
     torn = 0
     with explained(path, "the audit log", "; check --file"), closing(_Log(path)) as log:
-        with Progress(f"reading {path} ...", blocks=True, silent=True):
+        with Progress(f"reading {path} ...", silent=True):
             entries = list(log.entries())
         for entry in outcomes(entries):
             if entry["time"] >= least:

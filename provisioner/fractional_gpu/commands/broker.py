@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
     if options.detach:
         unused = _about_unused_options(options, given)
         # Print the broker's output below the progress bar, not into it.
-        with Progress("starting the broker ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
+        with Progress("starting the broker ...", silent=True), redirect_stderr(io.StringIO()) as said:
             code = start_detached(given)
         sys.stderr.write(said.getvalue())
         if code == 0 and unused:
@@ -206,7 +206,7 @@ def run_stop(options: argparse.Namespace) -> int:
         )  # read before the broker ends, because a broker without leases then removes its record
         with suppress(FractionalGPUError), BrokerClient(path, timeout_s=ANSWER_S) as client:
             status = client.status()
-        with Progress(f"stopping the broker (process {pid}) ...", blocks=True, silent=True):
+        with Progress(f"stopping the broker (process {pid}) ...", silent=True):
             how = end_process(pid)
     restarted = _start(path, command) if options.restart else None
     states = None if status is None else [lease.state for lease in status.leases]
@@ -305,7 +305,7 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
 def _start(path: str, command: tuple[list[str], dict[str, str]] | None) -> int:
     try:
         with (
-            Progress("starting the broker ...", blocks=True, silent=True),
+            Progress("starting the broker ...", silent=True),
             ensure_broker(path, command=command) as client,
         ):
             return client.ping().pid

@@ -114,7 +114,7 @@ def _install(options: argparse.Namespace) -> int:
     how = {"base": options.base, "simulated": simulated, "simulate": simulate}
     own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
     specs: list[InstalledSpec] = []
-    with Progress("installing kernels ...", blocks=True, silent=True) as progress:
+    with Progress("installing kernels ...", silent=True) as progress:
         for pool, milli in offers.items():
             for spec in install(pool, milli or ANY_OFFERS_MILLI, **how, **own, **_place(options)):
                 for sentence in _said_of(spec):

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # the broker that is started now reads it
     with started_broker(socket) as broker:
         status = broker.status()
-    with Progress("preparing the kernels ...", blocks=True, silent=True):
+    with Progress("preparing the kernels ...", silent=True):
         specs = install_offers(
             status.pools,
             directory=str(data / "kernels"),

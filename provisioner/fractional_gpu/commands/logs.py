@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
     least = datetime.fromtimestamp(0 if since_ms is None else time.time() - since_ms / 1000, UTC)
     wanted = _wanted(options.level, least, "" if options.lease is None else _short_id(options.lease, options.socket))
     with explained(path, "the log"), closing(LogReader(path)) as log:
-        with Progress(f"reading {path} ...", blocks=True, silent=True):
+        with Progress(f"reading {path} ...", silent=True):
             there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
         if not log.has_files:
             raise CommandError(

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     scenario = read_scenario(options)
     try:
         if scenario.replay is not None:
-            with Progress(f"replaying {scenario.replay} ...", blocks=True):
+            with Progress(f"replaying {scenario.replay} ..."):
                 events, effects = replay(Path(scenario.replay))
             print(f"{events} events had the same {effects} effects as in the recording")
             return 0

@@ -69,7 +69,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with Progress("looking for files ...", blocks=True, silent=True):
+    with Progress("looking for files ...", silent=True):
         found = _find()
     if options.dry_run:
         _report(found, as_json=options.json, removed=[], failed={}, dry=True)
@@ -183,7 +183,7 @@ def end_broker(socket: str) -> None:
 def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
     removed: list[Item] = []
     failed: dict[Path, str] = {}
-    with Progress("removing ...", blocks=True, silent=True) as progress:
+    with Progress("removing ...", silent=True) as progress:
         count = progress.counter("folders")
         for number, item in enumerate(items):
             count(number, len(items))

@@ -57,33 +57,35 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_QUIET_S", 0.001)
 
 
-def test_a_short_command_shows_nothing(clock: Clock) -> None:
+def test_a_short_command_shows_nothing() -> None:
     out = Terminal()
     with Progress("8 devices", out=out) as progress:
         count = progress.counter("sessions")
         for done in range(20):
-            clock.now_s += 0.09
             count(done, 20)
     assert out.getvalue() == ""
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_long_command_shows_a_bar_which_is_gone_at_its_end(clock: Clock) -> None:
-    out = Terminal()
+    out = Screen("3 of 9 sessions after 2 s")
     with Progress("8 devices [red]", out=out) as progress:
-        count = progress.counter("sessions")
         clock.now_s += 2.0
-        count(3, 9)
+        progress.counter("sessions")(3, 9)
+        assert out.has_come.wait(60)
         assert "8 devices [red]" in out.getvalue()
-        assert "3 of 9 sessions after 2 s" in out.getvalue()
+        out.has_come.clear()
+        out.awaited = "4 of 9 jobs after 5 s"
         clock.now_s += 3.0
         progress.counter("jobs")(4, 9)
-        assert "4 of 9 jobs after 5 s" in out.getvalue()
+        assert out.has_come.wait(60)
     assert out.getvalue().endswith(ERASE)
     assert HIDE_CURSOR not in out.getvalue()
 
 
-def test_a_terminal_that_goes_away_does_not_change_how_a_command_ends(clock: Clock) -> None:
-    class Fragile(Terminal):
+@pytest.mark.usefixtures("soon")
+def test_a_terminal_that_goes_away_does_not_change_how_a_command_ends() -> None:
+    class Fragile(Screen):
         is_gone = False
 
         def write(self, text: str) -> int:
@@ -91,12 +93,12 @@ def test_a_terminal_that_goes_away_does_not_change_how_a_command_ends(clock: Clo
                 raise OSError(errno.EIO, "Input/output error")
             return super().write(text)
 
-    out = Fragile()
+    out = Fragile("3 of 9")
 
     def simulate() -> None:
         with Progress("8 devices", out=out) as progress:
-            clock.now_s += 2.0
             progress.counter("sessions")(3, 9)
+            assert out.has_come.wait(60)
             out.is_gone = True
             raise KeyboardInterrupt
 
@@ -112,7 +114,7 @@ def test_elsewhere_each_text_is_a_line_once_and_a_silent_one_none() -> None:
             return False
 
     out = Log("suspending a")
-    with Progress("suspending a ...", blocks=True, out=out) as progress:
+    with Progress("suspending a ...", out=out) as progress:
         assert out.has_come.wait(60)
         out.has_come.clear()
         out.awaited = "suspending b"
@@ -120,6 +122,6 @@ def test_elsewhere_each_text_is_a_line_once_and_a_silent_one_none() -> None:
         assert out.has_come.wait(60)
     assert out.getvalue() == "suspending a ...\nsuspending b ...\n"
     silent = Log("never")
-    with Progress("reading", blocks=True, silent=True, out=silent) as progress:
+    with Progress("reading", silent=True, out=silent) as progress:
         progress.say("a line")
     assert silent.getvalue() == "a line\n"

@@ -180,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
     with interrupt_on_termination(), open_sandbox(keep=options.keep) as sandbox:
         if options.keep:
             say(f"the folder {sandbox.root} is kept", sys.stderr, flush=True)
-        with Progress("two notebooks take turns on one GPU", blocks=True, silent=True) as progress:
+        with Progress("two notebooks take turns on one GPU", silent=True) as progress:
             broker = _prepare(sandbox, simulate, progress.say)
             host = broker.status()
             sandbox.install_kernels(simulated=host.simulated)

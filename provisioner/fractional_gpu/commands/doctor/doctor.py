@@ -173,7 +173,7 @@ CHECKS: Final = (
 def examine(where: str, subject: Subject) -> list[Finding]:
     what = "examining this machine ..." if where == "machine" else "examining this node ..."
     findings: list[Finding] = []
-    with Progress(what, blocks=True, silent=True) as progress:
+    with Progress(what, silent=True) as progress:
         for check in CHECKS:
             if check.where != where:
                 continue

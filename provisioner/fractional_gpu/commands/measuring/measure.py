@@ -306,7 +306,7 @@ def run(options: argparse.Namespace) -> int:
         with (
             signals_raise(),
             tempfile.TemporaryDirectory(prefix="jupyter-gpu-measure-") as folder,
-            Progress("measuring", blocks=True, silent=True, within_s=plan.within_s) as progress,
+            Progress("measuring", silent=True, within_s=plan.within_s) as progress,
         ):
             seat = own_seat()
             with ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None) as client:

@@ -31,11 +31,11 @@ def read_trace(scenario: Scenario) -> list[Session]:
             count = progress.counter("user-days made up")
             trace = synthetic_sessions(scenario.users, scenario.days, scenario.seed, scenario.load(), count)
     elif scenario.from_ledger is not None:
-        with Progress("reading the ledger ...", blocks=True, silent=True):
+        with Progress("reading the ledger ...", silent=True):
             trace = sessions_of(read_history(scenario.from_ledger), pools=scenario.policy is not None)
     else:
         sessions, cells = Path(scenario.sessions or ""), Path(scenario.cells or "")
-        with Progress(f"reading {sessions} and {cells} ...", blocks=True, silent=True):
+        with Progress(f"reading {sessions} and {cells} ...", silent=True):
             trace = read_sessions(sessions, cells)
     if scenario.groups is not None:
         trace = in_groups(trace, _groups(scenario.groups))

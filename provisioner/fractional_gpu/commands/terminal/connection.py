@@ -35,7 +35,7 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
 
 
 def started_broker(socket: str | None = None, token: str | None = None) -> BrokerClient:
-    with Progress("starting the broker ...", blocks=True, silent=True):
+    with Progress("starting the broker ...", silent=True):
         return ensure_broker(socket, token=token)
 
 
@@ -63,7 +63,7 @@ def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | Non
 
     With a client, also tell the user if its broker falls silent.
     """
-    with Progress(text, blocks=True, out=out) as progress:
+    with Progress(text, out=out) as progress:
         watch = watch_silence(client, progress.say) if client is not None else None
         try:
             yield progress

@@ -28,50 +28,41 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 class Progress(AbstractContextManager["Progress"]):
     """Shows what a command does and how far it has got, from its third second until the `with` block ends.
 
-    A terminal gets a bar, which is erased at the end. Any other output gets lines such as `WHAT: 3 of 8 THINGS after 5 s` when the counter
-    is called, at most one every two seconds and without a thread.
-
-    Set `blocks` if one call blocks the command, which then cannot count: a thread draws the bar. If the output is not a terminal, this
-    thread writes each new text of `what` once, unless `silent`. `within_s` is the longest time that the command may take, and the bar shows
-    it instead of a count.
+    A thread draws a bar on a terminal, which is erased at the end. To any other output it writes each new text of `what` once, or lines
+    such as `WHAT: 3 of 8 THINGS after 5 s` if the counter is called, at most one every two seconds, and nothing if `silent` is set.
+    `within_s` is the longest time that the command may take, and the bar shows it instead of a count.
     """
 
     def __init__(
         self,
         what: str,
         *,
-        blocks: bool = False,
         silent: bool = False,
         within_s: float | None = None,
         out: TextIO | None = None,
     ) -> None:
         self.what = what
-        self._blocks, self._silent, self._within_s = blocks, silent, within_s
+        self._silent, self._within_s = silent, within_s
         self._out = sys.stderr if out is None else out
         self._lock = threading.RLock()
         self._over = threading.Event()
-        self._watch: threading.Thread | None = None
+        self._watch = threading.Thread(target=self._show, name="gpu-progress", daemon=True)
         self._live: Live | None = None
         self._done, self._of, self._things = 0, 0, ""
-        self._began = self._spoke = perf_counter()
+        self._began = perf_counter()
 
     def __enter__(self) -> Self:
-        if self._blocks:
-            self._watch = threading.Thread(target=self._show, name="gpu-progress", daemon=True)
-            self._watch.start()
+        self._watch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._watch is not None:
-            self._watch.join()
+        self._watch.join()
         self._erase()
 
     def counter(self, things: str) -> Callable[[int, int], None]:
         def count(done: int, of: int) -> None:
             self._done, self._of, self._things = done, of, things
-            if not self._blocks:
-                self._count()
 
         return count
 
@@ -87,18 +78,6 @@ class Progress(AbstractContextManager["Progress"]):
     def seconds(self) -> float:
         return perf_counter() - self._began
 
-    def _count(self) -> None:
-        now = perf_counter()
-        if now - self._spoke < (_QUIET_S if self._live is None else _DRAWN_S):
-            return
-        self._spoke = now
-        if self._live is not None:
-            self._live.refresh()
-        elif is_drawable(self._out):
-            self._draw()
-        else:
-            say(f"{self.what}: {self._counted()} after {now - self._began:.0f} s", self._out, flush=True)
-
     def _show(self) -> None:
         said = ""
         while not self._over.wait(_QUIET_S):
@@ -106,12 +85,13 @@ class Progress(AbstractContextManager["Progress"]):
                 with self._lock:
                     self._draw()
                 return
-            if self.what != said and not self._silent:
-                said = self.what
+            text = f"{self.what}: {self._counted()}" if self._of else self.what
+            if text != said and not self._silent:
+                said = text
                 self.say(said)
 
     def _counted(self) -> str:
-        return f"{self._done} of {self._of} {self._things}"
+        return f"{self._done} of {self._of} {self._things} after {self.seconds:.0f} s"
 
     def _erase(self) -> None:
         with self._lock:
@@ -133,7 +113,6 @@ class Progress(AbstractContextManager["Progress"]):
         self._live = Live(
             console=VisibleCursor(file=self._out, force_jupyter=False),
             get_renderable=self._picture,
-            auto_refresh=self._blocks,
             refresh_per_second=1 / _DRAWN_S,
             transient=True,
             redirect_stdout=False,
@@ -149,7 +128,7 @@ class Progress(AbstractContextManager["Progress"]):
         if self._within_s is not None:
             total, done, said = self._within_s, seconds, f"{seconds:.0f} s of at most {self._within_s:.0f} s"
         elif self._of:
-            total, done, said = self._of, self._done, f"{self._counted()} after {seconds:.0f} s"
+            total, done, said = self._of, self._done, self._counted()
         else:
             total, done, said = None, 0, f"{seconds:.0f} s"
         row = Table.grid(padding=(0, 1))
