@@ -2,6 +2,7 @@
 
 - The version is the same in the package, in JupyterLab's extension and at the head of the changelog.
 - The recipe for conda-forge needs what the package needs.
+- A run of this version on a real GPU is recorded.
 - Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
 - The extension's prebuilt files match its sources, and name the licence of everything in them.
 - The documentation's site has no warning.
@@ -30,6 +31,7 @@ from typing import Final, NamedTuple
 
 import yaml
 
+from tests.gpu.figures import RECORDED
 from tests.installs.story import Failure, build, build_wheel
 from tests.support.paths import ROOT
 
@@ -97,6 +99,15 @@ def supported() -> list[str]:
     """Return the Pythons that the metadata name, lowest first."""
     names = "\n".join(_PYPROJECT["project"]["classifiers"])
     return sorted(re.findall(r"Python :: (3\.\d+)", names), key=lambda one: int(one.partition(".")[2]))
+
+
+def check_hardware() -> str:
+    """Return on which devices the hardware tests of this version were recorded."""
+    runs = [json.loads(file.read_text()) for file in sorted(RECORDED.glob("*.json"))]
+    machines = [run["machine"] for run in runs if run["machine"]["version"] == check_version()]
+    if not machines:
+        raise Failure("no run of this version on a GPU is recorded (docs/gpu-tests.md)")
+    return "; ".join(f"{one['devices'][0]['name']}, driver {one['driver']}" for one in machines)
 
 
 def check_builds(out: Path) -> str:
@@ -223,6 +234,7 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
     yield _tried("version", check_version)
     yield _tried("conda recipe", check_recipe)
     yield _tried("Pythons", check_pythons_of_the_metadata)
+    yield _tried("hardware", check_hardware)
     built = _tried("wheel and sdist", lambda: check_builds(scratch / "dist"))
     yield built
     checks = {
