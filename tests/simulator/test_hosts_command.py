@@ -11,7 +11,7 @@ import pytest
 from fractional_gpu import __version__
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.simulation.scenario import Scenario
-from fractional_gpu.commands.terminal import progress as progress_module
+from fractional_gpu.commands.terminal.progress import Progress
 
 MANY_SWAPS = ("--set", "pace=short", "--set", "memory_of=cell", "--set", "several_gpus=0")
 
@@ -59,14 +59,19 @@ def test_the_help_has_every_key_with_its_default(capsys: pytest.CaptureFixture[s
 # -- how far it is -----------------------------------------------------------------------------------------------------------
 
 
-def test_all_that_may_take_long_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_may_take_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--baseline", "static-fraction", "--baseline", "whole-gpu-suspend", "--baseline", "reservation")
-    monkeypatch.setattr(progress_module, "_QUIET_S", 0.0)
+    last: list[str] = []
+    end = Progress.__exit__
+
+    def ended(progress: Progress, *error: object) -> None:
+        last.append(f"{progress.what}: {progress._counted()}")
+        end(progress, *error)
+
+    monkeypatch.setattr(Progress, "__exit__", ended)
     machine = ("--hosts", "2x(2x80GiB)", "--set", "several_gpus=0")
     assert main(["simulate", "--users", "3", "--json", *machine, *arguments]) == 0
-    said = capsys.readouterr().err
+    said = "\n".join(last)
     ways = ["", *(f"{name}, " for name in arguments[1::2])]
     assert all(re.search(rf"(?m)^{way}4 devices: 6 of 6 sessions after \d+ s$", said) for way in ways)
     assert re.search(r"(?m)^synthetic users: 3 of 3 user-days made up after \d+ s$", said)
