@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jupyter_client.kernelspec import KernelSpecManager
 from msgspec.structs import replace
 
 from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI
@@ -22,7 +23,10 @@ def pools(broker: OwnBroker) -> OwnBroker:
 
 
 def installed(prefix: Path) -> list[tuple[str, int, bool]]:
-    return [(spec.pool, spec.fraction_milli, spec.simulated) for spec in list_installed(prefix=str(prefix))]
+    return [
+        (spec.pool, spec.fraction_milli, spec.simulated)
+        for spec in list_installed(str(prefix / "share" / "jupyter" / "kernels"))
+    ]
 
 
 def test_what_the_pools_offer_is_installed(
@@ -60,7 +64,7 @@ def test_kernels_that_no_pool_offers_any_more_are_removed(
         *(("teaching", one) for one in ANY_OFFERS_MILLI),
     }
     assert "removed Python 3 · 1/4 GPU · gone  " in capsys.readouterr().out
-    assert [spec.pool for spec in list_installed(user=True)] == ["gone"], "in another place"
+    assert [spec.pool for spec in list_installed(KernelSpecManager().user_kernel_dir)] == ["gone"], "in another place"
 
 
 def test_given_fractions_need_no_broker(broker: OwnBroker, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_it_becomes_jupyterlab_with_kernels_that_only_it_sees(
     private, *others = became.value.environment["JUPYTER_PATH"].split(os.pathsep)
     assert others == ["/elsewhere"]
     assert Path(private).is_relative_to(tmp_path)
-    names = [spec.display_name for spec in list_installed(directory=f"{private}/kernels")]
+    names = [spec.display_name for spec in list_installed(f"{private}/kernels")]
     assert names == ["Python 3 · 1/4 GPU (simulated)", "Python 3 · 3/4 GPU (simulated)"]
     assert became.value.environment["JUPYTER_GPU_SOCKET"] == broker.path
     assert "simulated: no real GPU is involved" in capsys.readouterr().err

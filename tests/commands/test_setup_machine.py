@@ -78,7 +78,7 @@ def test_all_users_get_the_service_the_kernels_and_a_word_about_them(
     assert settings.admin_group == "operators"
     assert [format_fraction(one) for one in settings.first_pool.fractions] == ["1/4", "1"]
     assert settings.first_pool.exclusive
-    specs = list_installed(directory=str(at(root, KERNELS)))
+    specs = list_installed(str(at(root, KERNELS)))
     assert [(one.fraction_milli, one.gated, one.argv[0]) for one in specs] == [
         (250, True, "/opt/jupyter-fractional-gpu/bin/python"),
         (1000, True, "/opt/jupyter-fractional-gpu/bin/python"),
@@ -153,7 +153,7 @@ def test_other_shares_replace_the_kernels_of_the_first(root: Path) -> None:
     before = tree_of(root)
     for share in ("1/2", "1/4"):
         assert set_up(root, "--share", share) == 0
-        specs = list_installed(directory=str(at(root, KERNELS)))
+        specs = list_installed(str(at(root, KERNELS)))
         assert [format_fraction(one.fraction_milli) for one in specs] == [share]
     assert set_up(root, "--undo") == 0
     assert tree_of(root) == before
@@ -166,7 +166,7 @@ def test_the_administrators_own_configuration_stays_and_gives_the_kernels(root: 
     before = tree_of(root)
     assert set_up(root) == 0
     assert config.read_text().startswith("c.GPUBroker.pools = {'night'")
-    assert [one.pool for one in list_installed(directory=str(at(root, KERNELS)))] == ["night"]
+    assert [one.pool for one in list_installed(str(at(root, KERNELS)))] == ["night"]
     assert set_up(root, "--undo") == 0
     assert tree_of(root) == before
 

@@ -88,13 +88,13 @@ def test_a_kernel_without_the_extension_keeps_its_command(places: Places) -> Non
 def test_installing_again_replaces(places: Places) -> None:
     install("default", [250, 500], base="env", directory=str(places.specs))
     install("default", [250], base="env", directory=str(places.specs), simulated=True)
-    listed = list_installed(directory=str(places.specs))
+    listed = list_installed(str(places.specs))
     assert [(spec.fraction_milli, spec.simulated) for spec in listed] == [(250, True), (500, False)]
 
 
 def test_what_is_installed_is_listed_and_removed_wherever_jupyter_looks(places: Places) -> None:
     install("b", [1000, 125], base="env", directory=str(places.specs))
-    install("a", [500], base="env", user=True)
+    install("a", [500], base="env", directory=KernelSpecManager().user_kernel_dir)
     names = ["fractional-gpu-a-500-env", "fractional-gpu-b-125-env", "fractional-gpu-b-1000-env"]
     assert [spec.name for spec in list_installed()] == names
     assert [spec.name for spec in remove(["fractional-gpu-b-125-env"])] == ["fractional-gpu-b-125-env"]
@@ -116,17 +116,16 @@ def test_what_is_installed_is_listed_and_removed_wherever_jupyter_looks(places: 
         ({"display_name": "two\nlines"}, "cannot be used as"),
         ({"display_name": "\udcff"}, "cannot be used as"),
         ({"display_name": "n" * 201}, "1 to 200 printable"),
-        ({"prefix": ""}, "the prefix is empty"),
     ],
 )
-def test_a_name_or_place_that_is_none_is_refused_before_anything_is_written(
+def test_a_name_that_is_none_is_refused_before_anything_is_written(
     places: Places, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], said: str
 ) -> None:
     empty = places.specs / "new"
     empty.mkdir()
     monkeypatch.chdir(empty)
     with pytest.raises(BadRequestError, match=said):
-        install("default", [250], **{"directory": None if "prefix" in how else str(empty / "kernels"), **how})
+        install("default", [250], directory=str(empty / "kernels"), **how)
     assert list(empty.iterdir()) == []
 
 
@@ -161,7 +160,7 @@ def test_bases_launchers_and_names_do_not_overwrite_each_other(places: Places) -
         "quarter",
     ]
     assert not any(spec.replaced for spec in made)
-    assert {spec.name for spec in list_installed(directory=directory)} == {spec.name for spec in made}
+    assert {spec.name for spec in list_installed(directory)} == {spec.name for spec in made}
     assert KernelSpecManager().get_kernel_spec("quarter").display_name == "A quarter"
     (again,) = install("default", [250], base="env", directory=directory)
     assert again.replaced
@@ -175,7 +174,7 @@ def test_a_name_that_another_kernelspec_of_ours_has_is_refused(places: Places) -
         install("default", [500], base="env", name="mine", directory=directory)
     with pytest.raises(FractionalGPUError, match=r"\benv\b"):
         install("default", [250], name="mine", directory=directory)
-    assert [(spec.fraction_milli, spec.base) for spec in list_installed(directory=directory)] == [(250, "env")]
+    assert [(spec.fraction_milli, spec.base) for spec in list_installed(directory)] == [(250, "env")]
     with pytest.raises(BadRequestError, match=r"\b2\b"):
         install("default", [250, 500], name="both", directory=directory)
     with pytest.raises(BadRequestError, match="'a b'"):
@@ -197,17 +196,11 @@ def test_a_kernelspec_that_another_one_shadows_says_so(places: Places, monkeypat
     assert list_installed() == []
 
 
-def test_a_prefix_is_where_jupyter_expects_it(places: Places) -> None:
-    (spec,) = install("default", [250], base="env", prefix=str(places.work))
-    assert spec.folder == places.work / "share" / "jupyter" / "kernels" / "fractional-gpu-default-250-env"
-    assert list_installed(prefix=str(places.work)) == [spec]
-
-
 def test_a_folder_that_we_did_not_make_is_not_touched(places: Places) -> None:
     places.write_spec("fractional-gpu-default-250-env")
     with pytest.raises(FractionalGPUError, match="fractional-gpu-default-250-env"):
         install("default", [250], base="env", directory=str(places.specs))
-    assert list_installed(directory=str(places.specs)) == []
+    assert list_installed(str(places.specs)) == []
     with pytest.raises(NotFoundError):
         remove(["fractional-gpu-default-250-env"])
 
@@ -222,10 +215,10 @@ def test_where_nothing_can_be_written_another_place_is_advised(places: Places, m
     place = places.work / "a file"
     place.write_text("")
     with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install it for your user \(--user\), or in"):
-        install("default", [250], base="env", prefix=str(place))
+        install("default", [250], base="env", directory=str(place / "kernels"))
     monkeypatch.setattr(KernelSpecManager, "user_kernel_dir", str(place / "kernels"))
     with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install it in a folder that you can write to"):
-        install("default", [250], base="env", user=True)
+        install("default", [250], base="env", directory=str(place / "kernels"))
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_written(places: Places) -> None:
@@ -236,8 +229,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(places: Place
         install("default", [250, 1001], directory=target)
     with pytest.raises(BadRequestError, match="fraction"):
         install("default", [], directory=target)
-    with pytest.raises(BadRequestError, match="directory"):
-        install("default", [250], directory=target, user=True)
     with pytest.raises(NotFoundError, match=r"'julia'.*\benv\b"):
         install("default", [250], directory=target, base="julia")
     places.write_gpu_spec("other")
@@ -281,9 +272,9 @@ def test_a_program_that_looks_for_the_kernel_of_its_interpreter_finds_none_of_ou
     monkeypatch.setattr(kernelspecs, "ENV_JUPYTER_PATH", [str(places.work / "share" / "jupyter")])
     places.write_spec("full", [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     for base in ("python3", "full"):
-        (spec,) = install("default", [250], base=base, prefix=str(places.work))
+        (spec,) = install("default", [250], base=base, directory=str(places.work / "share" / "jupyter" / "kernels"))
         assert (spec.argv[0], spec.gated) == ("python", True)
-    (other,) = install("default", [250], base="env", prefix=str(places.work))
+    (other,) = install("default", [250], base="env", directory=str(places.work / "share" / "jupyter" / "kernels"))
     assert other.argv[0] == places.python
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
@@ -91,8 +90,13 @@ def _add_place(parser: Parser, default: str) -> None:
     place.add_argument("--prefix", metavar="DIR", help="kernels in DIR/share/jupyter/kernels")
 
 
-def _place(options: argparse.Namespace) -> dict[str, Any]:
-    return {"user": options.user, "prefix": sys.prefix if options.sys_prefix else options.prefix}
+def _place(options: argparse.Namespace) -> str | None:
+    if options.user:
+        return str(Path(jupyter_data_dir(), "kernels"))
+    prefix = sys.prefix if options.sys_prefix else options.prefix
+    if prefix == "":
+        raise UsageError("--prefix is empty; give a folder, such as /usr/local, or leave it out")
+    return None if prefix is None else str(Path(prefix, "share", "jupyter", "kernels"))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,7 +120,7 @@ def _install(options: argparse.Namespace) -> int:
     specs: list[InstalledSpec] = []
     with Progress("installing kernels ...", silent=True) as progress:
         for pool, milli in offers.items():
-            for spec in install(pool, milli or ANY_OFFERS_MILLI, **how, **own, **_place(options)):
+            for spec in install(pool, milli or ANY_OFFERS_MILLI, directory=_place(options), **how, **own):
                 for sentence in _said_of(spec):
                     progress.say(sentence, sys.stdout)
                 specs.append(spec)
@@ -180,7 +184,7 @@ def _remove_stale(
 ) -> list[InstalledSpec]:
     stale = [
         spec.name
-        for spec in list_installed(directory=directory)
+        for spec in list_installed(directory)
         if pool in {None, spec.pool}
         and (spec.pool not in offers or (offers[spec.pool] and spec.fraction_milli not in offers[spec.pool]))
     ]
@@ -212,7 +216,7 @@ def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, 
 def _remove(options: argparse.Namespace) -> int:
     if bool(options.names) == bool(options.all):
         raise UsageError("give the names of the kernels to remove, or --all (`jupyter gpu kernels list` shows them)")
-    removed = remove(None if options.all else options.names, **_place(options))
+    removed = remove(None if options.all else options.names, directory=_place(options))
     for spec in removed:
         say(f"removed {spec.display_name}  {spec.folder}")
     if not removed:
@@ -221,7 +225,7 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    specs = list_installed(**_place(options))
+    specs = list_installed(_place(options))
     if options.json:
         shown = ("name", "display_name", "pool", "fraction_milli", "gated", "simulated", "launcher", "base")
         listed = [

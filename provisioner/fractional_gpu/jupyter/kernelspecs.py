@@ -35,6 +35,7 @@ _NAME_PREFIX = "fractional-gpu-"
 _MADE_BY = "jupyter-fractional-gpu"  # the key in metadata that marks our kernelspecs
 _MARK = {"pool", "fraction_milli", "gated", "simulated", "base", "launcher"}
 _DEFAULT_BASE = "python3"
+_KERNELS = ("share", "jupyter", "kernels")
 _NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # the names that Jupyter accepts
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # raised for an invalid kernel.json
 
@@ -80,8 +81,6 @@ def install(
     pool: str,
     fractions_milli: Sequence[int],
     *,
-    prefix: str | None = None,
-    user: bool = False,
     directory: str | None = None,
     base: str = _DEFAULT_BASE,
     simulated: bool = False,
@@ -93,8 +92,8 @@ def install(
     """Install one kernelspec for each fraction (in milli-GPU), replacing earlier ones.
 
     `simulate` describes the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel. `name` and `display_name`
-    replace the generated names, and are allowed only for a single fraction. The kernelspecs are installed for this `user`, below a `prefix`
-    (by default, the environment's prefix), or into a `directory`.
+    replace the generated names, and are allowed only for a single fraction. The kernelspecs are installed into `directory`, by default the
+    environment's own.
 
     Raises BadRequestError if arguments contradict each other, NotFoundError if there is no such base, and FractionalGPUError if the folder
     cannot be written to or holds another kernelspec.
@@ -112,7 +111,7 @@ def install(
     if name is not None:
         names = dict.fromkeys(names, _check_name(name))
     base_spec = _base_spec(base)
-    target = _target_folder(prefix=prefix, user=user, directory=directory)
+    target = (Path(sys.prefix, *_KERNELS) if directory is None else Path(directory)).absolute()
     argv, plan = _argv(base_spec, target)
     installed = []
     for milli, folder_name in names.items():
@@ -132,15 +131,11 @@ def install(
     return installed
 
 
-def list_installed(
-    *, prefix: str | None = None, user: bool = False, directory: str | None = None
-) -> list[InstalledSpec]:
-    """Return our kernelspecs in the given place (as for `install`), or wherever Jupyter looks. Include shadowed ones."""
-    if prefix is not None or user or directory is not None:
-        places = [_target_folder(prefix=prefix, user=user, directory=directory)]
-    else:
-        # Like Jupyter, `os.path` ignores a folder that this user may not enter. `Path` raises an error in some Python versions.
-        places = [Path(place) for place in jupyter_path("kernels") if os.path.isdir(place)]  # noqa: PTH112 - as above
+def list_installed(directory: str | None = None) -> list[InstalledSpec]:
+    """Return our kernelspecs in the directory, or wherever Jupyter looks. Include shadowed ones."""
+    # Like Jupyter, `os.path` ignores a folder that this user may not enter. `Path` raises an error in some Python versions.
+    looked_at = [place for place in jupyter_path("kernels") if os.path.isdir(place)]  # noqa: PTH112 - as above
+    places = [Path(place).absolute() for place in ([directory] if directory is not None else looked_at)]
     folders = dict.fromkeys(path.parent for place in places for path in sorted(place.glob("*/kernel.json")))
     contents = ((folder, _read_ours(folder)) for folder in folders)
     found = [_describe(folder, content) for folder, content in contents if content is not None]
@@ -155,18 +150,12 @@ def plan_of(spec: InstalledSpec) -> KernelPlan:
     return plan_kernel(spec.command, environment, os.path.sep, str(content.get("language", "")))
 
 
-def remove(
-    names: Sequence[str] | None = None,
-    *,
-    prefix: str | None = None,
-    user: bool = False,
-    directory: str | None = None,
-) -> list[InstalledSpec]:
+def remove(names: Sequence[str] | None = None, *, directory: str | None = None) -> list[InstalledSpec]:
     """Remove our kernelspecs with these names, or all of them for None, even shadowed ones. Return what was removed.
 
     Raises NotFoundError, before anything is removed, for a name that is not ours. Raises FractionalGPUError for other failures.
     """
-    ours = list_installed(prefix=prefix, user=user, directory=directory)
+    ours = list_installed(directory)
     there = list(dict.fromkeys(spec.name for spec in ours))
     for name in names or ():
         if name not in there:
@@ -259,18 +248,6 @@ def _base_spec(base: str) -> KernelSpec:
     return spec
 
 
-def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> Path:
-    if (prefix is not None) + user + (directory is not None) > 1:
-        raise BadRequestError("prefix, user and directory cannot be combined; give only one of them")
-    if directory is not None:
-        return Path(directory).expanduser().absolute()
-    if prefix == "":
-        raise BadRequestError("the prefix is empty; give a folder, such as /usr/local, or leave it out")
-    if user:
-        return Path(KernelSpecManager().user_kernel_dir)
-    return Path(prefix if prefix is not None else sys.prefix).expanduser().absolute() / "share" / "jupyter" / "kernels"
-
-
 def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
     environment = {**os.environ, **(base.env or {})}
@@ -359,11 +336,6 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
             f"{folder} exists and was not made by jupyter-fractional-gpu; remove or rename it, or install elsewhere"
         )
     old, new = _describe(folder, before), _describe(folder, content)
-    if old.pool != new.pool and old.pool.lower() == new.pool.lower():
-        raise FractionalGPUError(
-            f"{folder} belongs to pool {old.pool!r}, but Jupyter ignores case and cannot tell it from {new.pool!r}; rename one of the "
-            "pools"
-        )
     if (old.pool, old.fraction_milli, old.base, old.launcher) != (new.pool, new.fraction_milli, new.base, new.launcher):
         raise FractionalGPUError(
             f"{folder} is another kernelspec, {old.display_name!r} ({format_fraction(old.fraction_milli)} GPU of pool {old.pool!r}, "

@@ -37,7 +37,7 @@ def test_inside_everything_is_the_sandboxs_and_outside_nothing_is_left(monkeypat
         assert "JUPYTER_GPU_LEASE" not in os.environ
         assert sorted(file.name for file in sandbox.notebooks.iterdir()) == sorted(EXAMPLES)
         sandbox.install_kernels(simulated=True)
-        (spec,) = list_installed(directory=str(sandbox.root / "data" / "kernels"))
+        (spec,) = list_installed(str(sandbox.root / "data" / "kernels"))
         assert spec.name == "fractional-gpu-default-750"
         assert sandbox.root.stat().st_mode & 0o077 == 0
     assert not sandbox.root.exists()
