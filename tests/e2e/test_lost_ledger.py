@@ -64,7 +64,7 @@ def lose_everything(world: World) -> None:
         path.unlink()
 
 
-def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(world: World, server: Server) -> None:
+def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_backup_records(world: World, server: Server) -> None:
     (quarter, half) = world.install(250, 500)
     first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
     before, after = lost_and_back(world, first)

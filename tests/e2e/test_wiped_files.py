@@ -247,7 +247,7 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World) -> None:
 def another_makes_the_folder(world: World, what: str) -> None:
     broker = pid_of(world)
     # It checks the folder and then writes: stopped in between, it would write into the next folder.
-    until(lambda: list(run(world).glob("*.leases*/*.json")), "the second record of the lease is there")
+    until(lambda: list(run(world).glob("*.leases*/*.json")), "the backup record of the lease is there")
     stop(broker)
     place = run(world)
     log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and still written to

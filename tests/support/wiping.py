@@ -39,7 +39,7 @@ KINDS = {
     "worker's lock": ("run/broker.sock.worker",),
     "restart file": ("run/broker.json", "state/**/broker.json"),
     "logs": ("run/broker.log", "run/broker.err"),
-    "second records": ("run/broker.sock.leases-simulated",),
+    "backup records": ("run/broker.sock.leases-simulated",),
     "tokens": ("run/gpu/*.token",),
     "kept records": ("run/gpu/kept/*.json",),
     "product folder": ("run/gpu",),
@@ -213,7 +213,7 @@ def _paths(world: World, kind: str) -> list[Path]:
 
 def _check_put_back(world: World, case: Case) -> None:
     """The product's files have been recreated."""
-    for kind in ("socket", "second records", "ledger"):
+    for kind in ("socket", "backup records", "ledger"):
         until(partial(_paths, world, kind), f"{kind} is there after {case}")
 
 

@@ -324,7 +324,7 @@ class Broker:
             self._networks.forget(lease_id)
             kernel.notify()
             TOKENS.start().submit(remove_token_file, lease_id, kernel.launch.token_file, kernel.uid)
-        self.records.remove_second_record(lease_id)
+        self.records.remove_backup_record(lease_id)
         self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
         self.last_use_s = time.monotonic()
 

@@ -66,9 +66,9 @@ class Metric:
 COUNTED = (
     Metric("counter", "leases_admitted", "Leases granted", ("pool",)),
     Metric("counter", "leases_refused", "Leases refused", ("reason",)),
-    Metric("counter", "leases_ended", "Leases ended; evicted: by an administrator", ("reason",)),
+    Metric("counter", "leases_ended", "Leases that ended; reason `evicted` means by an administrator", ("reason",)),
     Metric("counter", "grants", "Times a kernel got its GPU", ("pool",)),
-    Metric("counter", "declined", "Declined requests about leases", ("about", "reason")),
+    Metric("counter", "declined", "Requests about leases that were declined", ("about", "reason")),
     Metric("histogram", "wait_seconds", "From the request for the GPU to the grant", ("pool",), _WAITS_S),
     Metric("counter", "waits_over_target", "Waits longer than the pool's wait_target", ("pool",)),
     Metric("counter", "waits_abandoned", "Waits given up before the grant", ("pool",)),

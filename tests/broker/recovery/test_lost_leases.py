@@ -104,7 +104,7 @@ def record_of(lease_id: str, identity: ProcessIdentity, **changes: Any) -> Lease
 
 
 def write_record(socket: Path, record: LeaseRecord) -> Path:
-    """Leave a second record as an earlier broker would have."""
+    """Leave a backup record as an earlier broker would have."""
     folder = Path(f"{socket}.leases")
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{record.spec.lease_id}.json"
@@ -139,7 +139,7 @@ def view_of(broker: Broker, lease_id: str) -> LeaseView:
     return view
 
 
-async def test_a_second_record_gives_a_lease_back_as_it_was(socket: Path) -> None:
+async def test_a_backup_record_gives_a_lease_back_as_it_was(socket: Path) -> None:
     driver = OneDevice()
     with carrier("one", socket) as process:
         driver.has_context(process.pid, S.CHECKPOINTED, 150)

@@ -246,7 +246,7 @@ class BudgetKeeper:
         if state.amount != budget.amount:
             more = f" plus additions, {format_amount(budget.unit, state.amount, budget.currency)} in total"
         until_s = end_of(budget, self._now_s())
-        reset = "earlier spending counts less and less"
+        reset = "older spending counts less and less"
         if until_s is not None:
             reset = time.strftime("it resets on %A, %d %B", time.localtime(until_s))
         if not state.is_used_up:

@@ -1,4 +1,4 @@
-"""Files about leases outside the ledger: second records of leases and seats. Also removes clients' token files.
+"""Files about leases outside the ledger: backup records of leases and seats. Also removes clients' token files.
 
 A broker that lost its ledger restores the leases of live kernels from small files next to its socket. Kernels cannot supply the pool,
 size, priority and seat, because they write their environment themselves. A file counts only if it belongs to this user, no other user may
@@ -46,7 +46,7 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 
 
 class LeaseFiles:
-    """Writes a second copy of one broker's lease and seat records to `folder`. Used on its loop.
+    """Writes a backup copy of one broker's lease and seat records to `folder`. Used on its loop.
 
     `check_above` raises an error if another user could replace a folder above `folder`.
     """

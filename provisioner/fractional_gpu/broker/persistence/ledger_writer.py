@@ -305,7 +305,7 @@ def _log_failure(done: asyncio.Future[None]) -> None:
         log.error("cannot write the ledger: %s", error)
 
 
-# Writes the current state of each lease into the ledger and into its second record.
+# Writes the current state of each lease into the ledger and into its backup record.
 #
 # A kernel may use a device only once the ledger contains its reservation there. If only the kernel knew of a reservation, the next broker
 # would give it away. So the gate opens when the write is done, not when the arbiter decides.
@@ -316,7 +316,7 @@ _MOST_MEMBERS: Final = 256  # processes of a kernel that the ledger remembers
 
 
 class LeaseRecords:
-    """Writes one broker's lease records to the ledger and, if given, second copies to `files`. All methods run on the broker's loop."""
+    """Writes one broker's lease records to the ledger and, if given, backup copies to `files`. All methods run on the broker's loop."""
 
     def __init__(self, broker: "Broker", files: LeaseFiles | None = None) -> None:
         self.files = files
@@ -328,7 +328,7 @@ class LeaseRecords:
 
         With `limit`, send the kernel its memory limit once the write is on disk.
         """
-        record = self.save_second_record(kernel)
+        record = self.save_backup_record(kernel)
         if record is None:
             return
         device_ids = record.device_ids if record.state in HOLDING else ()
@@ -340,7 +340,7 @@ class LeaseRecords:
 
     async def write(self, kernel: Kernel) -> None:
         """Write the current state of the lease, and return when it is on disk. Raises LedgerError."""
-        if (record := self.save_second_record(kernel)) is not None:
+        if (record := self.save_backup_record(kernel)) is not None:
             await self._writer.run(partial(self._writer.ledger.save_lease, record))
 
     def _saved(
@@ -374,7 +374,7 @@ class LeaseRecords:
             return ()
         return kernel.on_disk.reserved
 
-    def save_second_record(self, kernel: Kernel) -> LeaseRecord | None:
+    def save_backup_record(self, kernel: Kernel) -> LeaseRecord | None:
         record = self.record(kernel)
         if record is not None and self.files is not None:
             self.files.put(record)
@@ -408,7 +408,7 @@ class LeaseRecords:
             own_size=kernel.requests.size_before_burst,
         )
 
-    def remove_second_record(self, lease_id: str) -> None:
+    def remove_backup_record(self, lease_id: str) -> None:
         if self.files is not None:
             self.files.drop(lease_id, LeaseRecord)
 

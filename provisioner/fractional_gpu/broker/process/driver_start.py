@@ -250,7 +250,7 @@ def open_backend(
             memory = DeviceMemoryServer(folder)
         except OSError as error:
             log.warning(
-                "simulated device memory is charged to the processes that use it: %s cannot serve (%s)", folder, error
+                "simulated memory counts as memory of the processes that use it: %s cannot hold it (%s)", folder, error
             )
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)

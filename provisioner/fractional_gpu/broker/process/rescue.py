@@ -1,7 +1,7 @@
 """The last resort: resumes suspended kernels without a broker. Meanwhile, it holds the locks and claims that a broker would hold.
 
 As in recovery, the driver reports the state of each kernel, and half-done work is finished or undone first. A restore without enough room
-kills its process, so the saved size (from the ledger or the second record) must be free. If the size is unknown, the device must be empty.
+kills its process, so the saved size (from the ledger or the backup record) must be free. If the size is unknown, the device must be empty.
 If the device is unknown, all devices must be empty. Kernels that cannot be brought back stay saved. A kernel without a record gets one for
 the next broker, with the smallest fraction that covers its memory, or with a whole device if the size is unknown.
 """
@@ -153,7 +153,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
 
 
 def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_FoundKernel]:
-    """Return the kernels in the ledger, in the second records, and among live processes of this user (as root, of all users)."""
+    """Return the kernels in the ledger, in the backup records, and among live processes of this user (as root, of all users)."""
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
         _FoundKernel(

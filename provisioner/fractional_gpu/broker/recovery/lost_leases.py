@@ -1,7 +1,7 @@
 """Finds live kernels whose leases are not in the ledger, because it was deleted, moved or replaced by an older copy.
 
-Each kernel has its lease's id and its broker's socket in its environment, and a file may hold a second record (`lease_files`). If the
-ledger has the lease, the ledger's record counts. A second record counts if its process lives, belongs to the named user, and has the
+Each kernel has its lease's id and its broker's socket in its environment, and a file may hold a backup record (`lease_files`). If the
+ledger has the lease, the ledger's record counts. A backup record counts if its process lives, belongs to the named user, and has the
 lease's id in its environment. A kernel without a record is only listed, and `jupyter gpu rescue` writes its record. A process writes its
 environment, command line and connection file itself, so these are not trusted for sizes, priorities or other users.
 """
@@ -185,7 +185,7 @@ def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
 
 
 def take_records(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
-    """Return the second records of live kernels, and remove the files of ended leases. Blocks. Raises LedgerError."""
+    """Return the backup records of live kernels, and remove the files of ended leases. Blocks. Raises LedgerError."""
     found = living_records(folder, ledger)
     kept = {record.spec.lease_id for record in (*found, *ledger.live_leases())}
     for record in read_records(folder, LeaseRecord):

@@ -117,7 +117,7 @@ class Seats:
                 self._seats[seat.seat_id] = seat
                 self._broker.writer.submit(partial(ledger.save_seat, seat))
         for seat in self._seats.values():
-            self._save_second_record(seat)
+            self._save_backup_record(seat)
         self._usage_recorder.recover(ledger)
         self.budgets.recover(ledger)
         self.revocations.recover(ledger, self._seats)
@@ -445,8 +445,8 @@ class Seats:
             self._keep(seat)
         return self.status(seat)
 
-    def _save_second_record(self, seat: SeatRecord) -> None:
-        """Write a second copy of a confirmed seat's record. An unconfirmed seat needs none, because the hub can request another."""
+    def _save_backup_record(self, seat: SeatRecord) -> None:
+        """Write a backup copy of a confirmed seat's record. An unconfirmed seat needs none, because the hub can request another."""
         if self._broker.records.files is not None and seat.expires_ms is None:
             self._broker.records.files.put(seat)
 
@@ -466,7 +466,7 @@ class Seats:
     def _keep(self, seat: SeatRecord) -> None:
         self._seats[seat.seat_id] = seat
         self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
-        self._save_second_record(seat)
+        self._save_backup_record(seat)
 
     def _workload_gone(self, seat: SeatRecord) -> None:
         self._end(seat, "workload-gone")
