@@ -10,6 +10,7 @@ import grp
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -155,7 +156,7 @@ class Machine:
         return self.is_here and name in [one.gr_name for one in grp.getgrall()]
 
     def command(self, *words: str) -> Step:
-        text = " ".join(words)
+        text = shlex.join(words)
         if not self.is_here or (words[0] == "systemctl" and not Path("/run/systemd/system").is_dir()):
             return f"not run here: {text}", None
         return f"run {text}", partial(_run, words)
@@ -166,9 +167,9 @@ class Machine:
             self.save()
         for text, act in steps:
             reach("setup-machine")
+            say(text if dry else text.partition("\n")[0], flush=True)
             if act is not None and not dry:
                 act()
-            say(text if dry else text.partition("\n")[0])
         reach("setup-machine")
         return not dry and all(act is not None for _, act in steps)
 
