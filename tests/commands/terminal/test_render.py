@@ -1,6 +1,8 @@
 """Status as text: its form. Its words are in golden/status.txt."""
 
-from fractional_gpu.commands.terminal.render import bar, lease_name, render_status
+import os
+
+from fractional_gpu.commands.terminal.render import bar, lease_name, render_leases, render_status
 from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.protocol.status import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
@@ -15,6 +17,13 @@ def test_a_bar_shows_strangers_use_reservations_and_what_is_free() -> None:
 def test_a_lease_is_named_by_its_label_and_the_beginning_of_its_id() -> None:
     assert lease_name(a_lease(label="train.ipynb")) == "train.ipynb (3f2a9c1b)"
     assert lease_name(a_lease()) == "3f2a9c1b"
+
+
+def test_leases_of_others_come_with_their_users() -> None:
+    own, other = a_lease(label="a", owner="me", uid=os.geteuid()), a_lease(label="b", owner="bob", uid=54_321)
+    for leases, users in (([own], []), ([other], ["bob"]), ([own, other], ["me", "bob"])):
+        header, *rows = plain(render_leases(leases)).splitlines()
+        assert [row.split()[-1] for row in rows if header.endswith("USER")] == users
 
 
 def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:

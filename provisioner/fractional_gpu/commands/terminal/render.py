@@ -131,6 +131,7 @@ def _lease_row(lease: LeaseStatus) -> tuple[Piece, ...]:
         (describe_state(lease), style),
         memory,
         saved,
+        lease.spec.owner,
     )
 
 
@@ -145,8 +146,10 @@ def _left_line(lease: LeaseStatus) -> str:
 
 def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "list[Text]":
     """Return a table of the leases, and then why each waiting lease waits. Paths that are too long for `width` are shortened."""
-    header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED")
-    lines = table(header, [_lease_row(lease) for lease in leases])
+    users = {(lease.spec.owner, lease.spec.uid) for lease in leases}
+    is_own = len(users) == 1 and users.pop()[1] in (None, os.geteuid())
+    header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED", "USER")[: 6 if is_own else 7]
+    lines = table(header, [_lease_row(lease)[: len(header)] for lease in leases])
     if width is not None and (over := max(one.cell_len for one in lines) - width) > 0:
         most = max(len(lease.spec.label) for lease in leases) - over
         short = [replace(lease.spec, label=short_path(lease.spec.label, most)) for lease in leases]
@@ -155,7 +158,7 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "l
             for lease, spec in zip(leases, short, strict=True)
         ]
         whole = 2 * (max(len(lease.spec.label) for lease in leases) <= width // 2)
-        lines = table(header, [_lease_row(lease) for lease in leases], width=width, whole=whole)
+        lines = table(header, [_lease_row(lease)[: len(header)] for lease in leases], width=width, whole=whole)
     lines += [
         line(f"  {lease_name(lease)} cannot be suspended: {lease.lease.unsuspendable_reason}")
         for lease in leases
