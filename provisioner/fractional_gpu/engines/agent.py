@@ -32,8 +32,6 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.nodes import Capacity, NodeSummary, PoolCapacity, PoolShares, PoolSummary, encode_summary
 from fractional_gpu.protocol.status import SeatStatus
 
-__all__ = ["Agent", "AgentRules"]
-
 _MS = 1_000_000  # nanoseconds
 _LONGEST_LOOK_MS = 60_000
 _WHOLE = 1000  # milli-GPU

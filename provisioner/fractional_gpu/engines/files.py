@@ -14,8 +14,6 @@ from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.site_files import ConfigFile, extended
 from fractional_gpu.engines.slurm import CLOSED, OPEN, gres_words, parse_gres, total_of
 
-__all__ = ["KEYS", "SCRIPTS", "NodeFiles", "change_site", "install_files", "site_files", "wrapper_text"]
-
 _PROMISE = 4
 
 SCRIPTS = {"Prolog": "prolog_slurmd", "Epilog": "epilog_slurmd", "TaskProlog": "prolog_task"}

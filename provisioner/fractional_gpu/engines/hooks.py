@@ -19,8 +19,6 @@ from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of, share_o
 from fractional_gpu.engines.slurm import SHARD, Slurm, SlurmJob, job_number, total_of
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, ForbiddenError, FractionalGPUError
 
-__all__ = ["HookSettings", "begin", "end", "register_late"]
-
 FIT, ALLOW = "fit", "allow"
 CONTROLLER_S = 3.0
 BROKER_S = 3.0

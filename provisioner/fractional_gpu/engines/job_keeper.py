@@ -18,8 +18,6 @@ from fractional_gpu.engines.job_seats import SeatFiles, job_of
 from fractional_gpu.engines.slurm import Slurm
 from fractional_gpu.protocol.status import SeatStatus
 
-__all__ = ["JobKeeper", "KeeperRules"]
-
 _MS = 1_000_000  # nanoseconds
 _AT_ONCE = 8  # for how many jobs one `look` writes the last figures, because each job takes half a second
 

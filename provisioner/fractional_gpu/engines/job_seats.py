@@ -34,8 +34,6 @@ from fractional_gpu.protocol.messages import SLURM, ProgressKind, Workload
 from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu.protocol.status import SeatStatus
 
-__all__ = ["JobSeat", "SeatFiles", "job_of", "share_of_job"]
-
 WHOLE = 1000
 _SERVER = "slurm-"
 _MOST_GROUPS = 200

@@ -26,8 +26,6 @@ from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, N
 from fractional_gpu.engines.pod_seats import in_use
 from fractional_gpu.engines.pods import Node, Pod
 
-__all__ = ["RIGHTS", "KubernetesEngine", "Page", "ask", "configuration", "listed"]
-
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 

@@ -183,6 +183,3 @@ def in_use(found: Iterable[Pod]) -> dict[str, int]:
             for pool, milli in pods.shares_of(pod.spec).items() if not pod.ended else ():
                 total[pool] = total.get(pool, 0) + milli
     return total
-
-
-__all__ = ["PodSeats", "in_use", "request_of"]

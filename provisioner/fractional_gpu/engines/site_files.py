@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ConfigFile", "Setting", "extended"]
-
 _COMMENT = re.compile(r"#[^\n]*")
 _RECORD = re.compile(r"\s*(?:(?:Node|Partition|Frontend)Name|NodeSet|DownNodes)\s*=", re.IGNORECASE)
 _INCLUDE = re.compile(r"\s*include\s+(\S+)", re.IGNORECASE)
