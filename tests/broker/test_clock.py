@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker import clock as clock_module
-from fractional_gpu.broker.clock import DeadlineClock
+from fractional_gpu.broker.clock import Clocks, DeadlineClock
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.persistence.disk import Disk
 
 pytestmark = pytest.mark.promise("wall-clock")
 
 HOUR_MS = 3_600_000
-NS = 1_000_000
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def clock(ledger: Ledger, wall_ms: int, boot_ms: int) -> DeadlineClock:
-    return DeadlineClock.of(ledger, lambda: wall_ms, lambda: boot_ms * NS)
+    return DeadlineClock.of(ledger, Clocks(wall=lambda: wall_ms, boot=lambda: boot_ms))
 
 
 @pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])

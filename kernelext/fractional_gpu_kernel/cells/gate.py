@@ -100,20 +100,13 @@ class Gate:
             self._paused.update(paused)
             return paused
 
-    def try_to_go_on(self, marks: Iterable[object]) -> bool:
+    def go_on(self, marks: Iterable[object], *, if_open: bool = False) -> bool:
         with self._lock:
-            if self.is_open:
-                self._go_on(marks)
-            return self.is_open
-
-    def go_on(self, marks: Iterable[object]) -> None:
-        with self._lock:
-            self._go_on(marks)
-
-    def _go_on(self, marks: Iterable[object]) -> None:
-        paused = self._paused.intersection(marks)
-        self._paused -= paused
-        self._running |= paused
+            may_go_on = self.is_open or not if_open
+            paused = self._paused.intersection(marks) if may_go_on else set()
+            self._paused -= paused
+            self._running |= paused
+            return may_go_on
 
     def close(self) -> str:
         with self._lock:

@@ -210,7 +210,7 @@ class InputRequests:
 
     def _wait_again(self, marks: Sequence[object]) -> None:
         """Wait for the GPU before these cells continue. Raises KeyboardInterrupt, and RuntimeError if the GPU is refused."""
-        if not marks or self._gate.try_to_go_on(marks):
+        if not marks or self._gate.go_on(marks, if_open=True):
             return
         line = LiveLine(self._shell)
         try:

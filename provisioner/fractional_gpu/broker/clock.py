@@ -4,13 +4,14 @@ Decisions use `now_ms`, dates use `wall_ms`, and deadlines that outlast the brok
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
+
+import msgspec
 
 from fractional_gpu.host.clock import since_boot_ns
 from fractional_gpu.host.process import boot_id
@@ -53,38 +54,36 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
     return event.is_set()
 
 
+class _BootStart(msgspec.Struct, frozen=True, kw_only=True):
+    boot_id: str = ""
+    start_ms: int = 0
+
+
 class DeadlineClock:
     """The clock for the deadlines of pins and unconfirmed seats. It survives broker restarts and reboots.
 
     Its time is in milliseconds since 1970. Because setting the wall clock must not end a pin, the wall clock is read only once per boot.
-    `start_ms` is the time of the boot according to that reading, and is kept in the ledger. `since_boot` returns nanoseconds.
+    `start_ms` is the time of the boot according to that reading, and is kept in the ledger.
     """
 
-    def __init__(self, start_ms: int, since_boot: Callable[[], int] = since_boot_ns) -> None:
+    def __init__(self, start_ms: int, clocks: Clocks = CLOCKS) -> None:
         self._start_ms = start_ms
-        self._since_boot = since_boot
+        self._clocks = clocks
 
     @classmethod
-    def of(
-        cls, ledger: Ledger, wall: Callable[[], int] = wall_ms, since_boot: Callable[[], int] = since_boot_ns
-    ) -> Self:
+    def of(cls, ledger: Ledger, clocks: Clocks = CLOCKS) -> Self:
         """Return this boot's clock from the ledger, or create and save a new clock. Raises LedgerError."""
-        boot = boot_id()
-        try:
-            kept = json.loads(ledger.kept(_DEADLINE_CLOCK) or "{}")
-            start_ms = int(kept["start_ms"]) if kept.get("boot_id") == boot else None
-        except (ValueError, TypeError, KeyError, AttributeError):
-            start_ms = None
-        if start_ms is None:
-            start_ms = wall() - since_boot() // 1_000_000
+        start = ledger.kept_as(_DEADLINE_CLOCK, _BootStart, _BootStart())
+        if start.boot_id != boot_id():
+            start = _BootStart(boot_id=boot_id(), start_ms=clocks.wall() - clocks.boot())
             try:
-                ledger.keep(_DEADLINE_CLOCK, json.dumps({"boot_id": boot, "start_ms": start_ms}))
+                ledger.keep(_DEADLINE_CLOCK, msgspec.json.encode(start).decode())
             except LedgerError as error:  # such as a full disk; the next broker measures the start again
                 log.warning("cannot save this boot's time, so pins and seats may later end early or late: %s", error)
-        return cls(start_ms, since_boot)
+        return cls(start.start_ms, clocks)
 
     def now_ms(self) -> int:
-        return self._start_ms + self._since_boot() // 1_000_000
+        return self._start_ms + self._clocks.boot()
 
 
 # Rate limits use a token bucket per key, which is refilled over time.

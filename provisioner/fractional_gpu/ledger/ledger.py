@@ -411,6 +411,15 @@ class Ledger:
         rows = self._read("SELECT value FROM kept WHERE name = ?", (name,))
         return str(rows[0]["value"]) if rows else None
 
+    def kept_as(self, name: str, kind: type[T], default: T) -> T:
+        """Return a kept value, or `default` if there is none or it cannot be read as `kind`."""
+        text = self.kept(name)
+        try:
+            return default if text is None else msgspec.json.decode(text, type=kind)
+        except _UNREADABLE as error:
+            log.warning("cannot use the ledger's %r: %s", name, error)
+            return default
+
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
         """Delete some of the history before `before_ms` and of the leases' usage before `accounts_before_ms`, but no rows of live leases.
 

@@ -64,10 +64,10 @@ def test_a_cell_that_waits_for_input_does_not_hold_the_gate_and_enters_again() -
     assert gate.close() == "busy", "another cell runs"
     gate.leave("beside")
     assert gate.close() == "closed"
-    assert not gate.try_to_go_on(("outer", "inner"))
+    assert not gate.go_on(("outer", "inner"), if_open=True)
     assert not gate.is_running
     gate.open({})
-    assert gate.try_to_go_on(("outer", "inner", "unknown"))
+    assert gate.go_on(("outer", "inner", "unknown"), if_open=True)
     assert gate.close() == "busy"
     for mark in ("outer", "inner"):
         gate.leave(mark)

@@ -107,7 +107,7 @@ class BudgetKeeper:
         for key, usage in ledger.metered(columns, since_s - _SOME_S, now_s + _DAY_S):
             party = Party(str(key["pool"]), str(key["user"]), str(key["group"]), seated=bool(key["seated"]))
             self._spending.add([UsageRow.of(int(key["hour"]), str(key["currency"]), party, usage)])
-        self._spending.extras = _read_extras(ledger)
+        self._spending.extras = ledger.kept_as(_EXTRAS, list[BudgetExtension], [])
         self.apply()
 
     def counted(self, rows: Sequence[UsageRow]) -> None:
@@ -260,11 +260,3 @@ class BudgetKeeper:
 
     def _now_s(self) -> int:
         return self._wall() // 1000
-
-
-def _read_extras(ledger: Ledger) -> list[BudgetExtension]:
-    try:
-        return msgspec.json.decode(ledger.kept(_EXTRAS) or "[]", type=list[BudgetExtension])
-    except msgspec.DecodeError as error:
-        log.warning("cannot read the amounts added to budgets: %s", error)
-        return []

@@ -79,7 +79,7 @@ class Metering:
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
         """Continue the count from the previous broker's last write. The arbiter must already know devices and pools. Raises LedgerError."""
-        state = _read_state(ledger)
+        state = ledger.kept_as(METER, _State, _State())
         same_boot = state.boot_id == self._boot_id
         if same_boot:
             self._began_ms -= max(0, self._clocks.boot() - state.written_ms)
@@ -130,7 +130,8 @@ class Metering:
         holding = self._arbiter.holding(lease_id)
         if holding is not None and busy is not None:
             holding = replace(holding, busy=busy)
-        self.meter.set_lease(at_ms, self._wall_at(at_ms), lease_id, holding)
+        wall_ms = self._clocks.wall() - (self._clocks.now() - at_ms)
+        self.meter.set_lease(at_ms, wall_ms, lease_id, holding)
         if holding is None or not holding.host_mib:
             self._saved_mib.pop(lease_id, None)
         else:
@@ -148,9 +149,6 @@ class Metering:
         before_mib = self._saved_mib.get(change.lease_id, 0)
         mib = before_mib if change.new is LeaseState.RESIDENT else view.saved_mib if view is not None else 0
         self.meter.moved(self._clocks.wall(), change.lease_id, mib)
-
-    def _wall_at(self, at_ms: int) -> int:
-        return self._clocks.wall() - (self._clocks.now() - at_ms)
 
     def uncollected(self) -> Iterable[UsageRow]:
         """Return the figures since the last write. Read them immediately, because they change."""
@@ -179,14 +177,6 @@ class Metering:
         )
         add = partial(self._writer.ledger.add_metered, fresh, msgspec.json.encode(state).decode())
         return self._writer.submit(add, again=True)
-
-
-def _read_state(ledger: Ledger) -> _State:
-    try:
-        return msgspec.json.decode(ledger.kept(METER) or "{}", type=_State)
-    except msgspec.DecodeError as error:
-        log.warning("cannot use the previous meter's state: %s", error)
-        return _State()
 
 
 class Turns:

@@ -38,7 +38,8 @@ from fractional_gpu.reports.sums import periods_of
 def _reader_of(call: Call[Any]) -> Reader:
     if call.peer.admin:
         return Reader(administrator=True)
-    if (seat := call.service.seats.draws.seat_of_token(call.peer.token)) is not None:
+    seats = call.service.seats
+    if (seat := seats.find(seats.draws.of_token(call.peer.token) or "")) is not None:
         return Reader(owner=seat.owner, seated=True, group=seat.group)
     return Reader(owner=user_name(call.peer.credentials.uid))
 

@@ -131,9 +131,6 @@ class SeatDraws:
                 return view.spec.seat
         return None
 
-    def seat_of_token(self, token: str | None) -> SeatRecord | None:
-        return self._seats.get(self.of_token(token) or "")
-
     def owner_of(self, seat_id: str | None) -> str:
         seat = self._seats.get(seat_id or "")
         return seat.owner if seat is not None else ""

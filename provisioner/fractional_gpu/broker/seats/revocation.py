@@ -46,12 +46,7 @@ class Revocations:
         broker.end_processes = self._end_processes
 
     def recover(self, ledger: Ledger, live: Collection[str]) -> None:
-        try:
-            self._ended = msgspec.json.decode(ledger.kept(_NAME) or "{}", type=dict[str, _EndedSeat])
-        except msgspec.DecodeError as error:
-            log.warning(
-                "cannot read from the ledger when seats ended, so their leases are revoked from now on: %s", error
-            )
+        self._ended = ledger.kept_as(_NAME, dict[str, _EndedSeat], {})
         for seat_id, leases in self._by_seat().items():
             if seat_id not in live:
                 owner = leases[0][1].spec.owner

@@ -199,12 +199,8 @@ class RevocationNotice:
     async def _remembered(self) -> dict[str, bool | None]:
         """Return the devices that were drained for a notice, with the `evict_busy` of an earlier drain or None if there was none."""
         if self._drained is None:
-            text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
-            try:
-                found = json.loads(text or "{}")
-            except ValueError:
-                found = {}
-            self._drained = found if isinstance(found, dict) else {}
+            kept_as = self._broker.writer.ledger.kept_as
+            self._drained = await self._broker.writer.read(lambda: kept_as(_KEPT, dict[str, bool | None], {}))
         return self._drained
 
     async def _remember(self, drained: dict[str, bool | None]) -> None:

@@ -163,17 +163,13 @@ class HardCaps:
                 for device_id in view.device_ids:
                     holds_mib = view.reserved_mib if view.state in HOLDING else 0
                     wanted[path, device_id] = wanted.get((path, device_id), 0) + holds_mib
-                if self._is_exclusive(view):
+                if (pool := self._broker.arbiter.pools().get(view.spec.pool)) is not None and pool.exclusive:
                     for device_id in self._broker.devices:
                         wanted.setdefault((path, device_id), 0)
         # The driver refuses a limit beyond the size of the device.
         sizes = {device_id: device.memory_mib for device_id, device in self._broker.devices.items()}
         limited = {key: mib for key, mib in wanted.items() if key[1] in sizes and key[1] not in self._unlimited}
         return {key: min(mib, sizes[key[1]]) for key, mib in limited.items()}
-
-    def _is_exclusive(self, view: LeaseView) -> bool:
-        pool = self._broker.arbiter.pools().get(view.spec.pool)
-        return pool is not None and pool.exclusive
 
     def _concerns(self, kernel: Kernel, key: Key) -> bool:
         group, view = self._group(kernel), self._broker.arbiter.lease(kernel.lease_id)

@@ -71,7 +71,7 @@ class AbandonedLeases:
         lost = [kernel for kernel in self._broker.kernels.values() if self._is_abandoned(kernel)]
         if any(not kernel.launch.had_process for kernel in lost):
             try:
-                carried = set(await asyncio.to_thread(self._carried))
+                carried = (await asyncio.to_thread(self._broker.scans.take)).marked()
             except OSError as error:
                 log.warning("cannot search for the processes of abandoned leases: %s; retrying", error)
                 return
@@ -86,9 +86,6 @@ class AbandonedLeases:
             return False
         view = self._broker.arbiter.lease(kernel.lease_id)
         return view is not None and view.state is LeaseState.UNATTACHED
-
-    def _carried(self) -> list[str]:
-        return list(self._broker.scans.take().marked())
 
 
 log = logging.getLogger(__name__)

@@ -170,15 +170,11 @@ class SimulatedMonitor:
         """Clean up after dead processes if one in `holding` is dead, and at least every 10 s. Return whether this was done."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
-        if due or any(is_dead(self._store, process.key, _recorded_pid(process.key)) for process in holding):
+        if due or any(is_dead(self._store, process.key, int(process.key.partition("-")[0])) for process in holding):
             self._reaped_s = now_s
             reap(self._store)
             return True
         return False
-
-
-def _recorded_pid(key: str) -> int:
-    return int(key.partition("-")[0])
 
 
 def _mib(n_bytes: int) -> int:

@@ -89,7 +89,7 @@ def is_dead(store: Store, key: str, pid: int) -> bool:
     own, home = own_namespace(), store.home_namespace()
     if (within or home) != own:
         return own == home and visible_pid(key, pid) == 0
-    if _shown_as() != os.getpid():
+    if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
         return False  # /proc belongs to another namespace, where other processes have these pids
     found = current_key(pid)
     return found is None or found != key.partition(_WITHIN)[0]
@@ -116,10 +116,6 @@ def _namespace(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/ns/pid")[5:-1]  # noqa: PTH115
     except OSError:
         return own_namespace()
-
-
-def _shown_as() -> int:
-    return int(os.readlink("/proc/self"))  # noqa: PTH115
 
 
 def _inner_pid(pid: int) -> int:
