@@ -1,9 +1,6 @@
 """Work on the simulated devices: how much of its device each process uses, and how pieces of work slow each other down.
 
-Pieces of work that together use at most the whole device do not slow each other down. If they need more, a piece that uses the fraction u
-of the device takes 1 - u + u * k times as long, because only its work on the device takes longer. The factor k is chosen so that the slower
-pieces, each of which uses u / (1 - u + u * k), add up to the whole device. `core.time_slicing` does the same, but a notebook cannot import
-it.
+`core.time_slicing` says how pieces slow each other down.
 
 Each process publishes the use of its pieces and a ring buffer of running totals, which resemble a driver's samples. The last total is
 overwritten until it is `_STEP_NS` old, so that short pieces do not fill the buffer. If the published end of a piece is in the past, the
@@ -16,9 +13,9 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
 from typing import Final
 
+from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from fractional_gpu.gpu.simulated.processes import WORK, Process, users_of
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.host.clock import since_boot_ns
@@ -32,7 +29,6 @@ _HEADER: Final = struct.Struct(f"<QQ{_PIECES}H")
 _TOTAL: Final = struct.Struct("<QQ")  # the time since boot, and the use of the whole device until then, in nanoseconds
 _TOTALS: Final = 256
 _STEP_NS: Final = 25_000_000
-_PRECISION: Final = 1e-6
 _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
 
 
@@ -129,9 +125,9 @@ class Load:
             wants_milli += [
                 milli for one in found if one is not None and one.end_ns > self._at_ns for milli in one.wants_milli
             ]
-        stretch = common_stretch(wants_milli)
+        k_milli = stretch_milli(wants_milli)
         for piece in self._pieces:
-            piece.stretch_milli = ceil(WHOLE - piece.milli + piece.milli * stretch)
+            piece.stretch_milli = slowed_milli(piece.milli, k_milli)
         self._publish()
 
     def _publish(self) -> None:
@@ -178,20 +174,6 @@ def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
         if from_ns <= at_ns <= to_ns:
             return before_ns + (after_ns - before_ns) * (at_ns - from_ns) // max(1, to_ns - from_ns)
     return totals[-1][1]
-
-
-def common_stretch(wants_milli: list[int]) -> float:
-    """Return the factor k by which the pieces on a device slow each other down. It is found by bisection."""
-    low, high = 1.0, max(1.0, len(wants_milli))
-    if sum(wants_milli) <= WHOLE:
-        return low
-    while high - low > _PRECISION:
-        middle = (low + high) / 2
-        if sum(milli / (WHOLE - milli + milli * middle) for milli in wants_milli) > 1:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def _read(store: Store, process: Process, *, totals: bool = True) -> _LoadRecord | None:
