@@ -20,7 +20,6 @@ import pytest
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow
-from fractional_gpu.reports.rows_file import FORMAT, VERSION
 from tests.broker.live import LiveBroker, live_broker
 
 HOUR_S = 1_795_503_600  # 2026-11-24T07:00Z, a Tuesday
@@ -49,7 +48,13 @@ def plain(row: UsageRow) -> dict[str, Any]:
 
 
 def file_of(path: Path, found: Sequence[dict[str, Any]], **more: Any) -> Path:  # noqa: ANN401
-    head = {"format": FORMAT, "version": VERSION, "begins_s": HOUR_S - 3600, "ends_s": HOUR_S + 172_800, "pools": {}}
+    head = {
+        "format": "jupyter-gpu-usage",
+        "version": 1,
+        "begins_s": HOUR_S - 3600,
+        "ends_s": HOUR_S + 172_800,
+        "pools": {},
+    }
     path.write_text(json.dumps(head | {"rows": found} | more))
     return path
 
@@ -184,10 +189,12 @@ def test_wrong_arguments_get_one_clear_sentence(
     [
         ("no JSON", "is not a file of metered rows"),
         ("[]", "is not a file of metered rows"),
-        ("{}", "has format '' version 0, but this command reads 'jupyter-gpu-usage' version 1"),
-        (json.dumps({"format": FORMAT, "version": 2}), "version 2, but this command reads"),
-        (json.dumps({"format": FORMAT, "version": VERSION}), "is damaged: "),
-        (json.dumps({"format": FORMAT, "version": VERSION, "begins_s": 1, "ends_s": 2, "rows": [{}]}), "is damaged: "),
+        ("{}", "missing required field `format`"),
+        ('{"format": "jupyter-gpu-usage", "version": 2}', "Invalid enum value 2"),
+        (
+            '{"format": "jupyter-gpu-usage", "version": 1, "begins_s": 1, "ends_s": 2, "rows": [{}]}',
+            "missing required field `key`",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, said: Said, content: str, says: str) -> None:

@@ -6,7 +6,7 @@ and its nonzero `figures`. Hours, days and months are in UTC.
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -14,8 +14,6 @@ from fractional_gpu.core.metering.usage import FIGURES, Party, Usage, UsageKey, 
 from fractional_gpu.protocol.accounts import UsageReport
 from fractional_gpu.reports.sums import columns_of, periods_of, summed
 
-FORMAT: Final = "jupyter-gpu-usage"
-VERSION: Final = 1
 ZONE: Final = UTC
 _WRITES: Final = "`jupyter gpu simulate ... --set usage=FILE` writes one"
 
@@ -34,32 +32,18 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RowsFile(msgspec.Struct, frozen=True):
-    format: str
-    version: int
+    format: Literal["jupyter-gpu-usage"]
+    version: Literal[1]
     begins_s: int
     ends_s: int
     rows: list[_Row]
 
 
-class _Head(msgspec.Struct, frozen=True):
-    format: str = ""
-    version: int = 0
-
-
 def read(content: bytes, name: str) -> RowsFile:
-    try:
-        head = msgspec.json.decode(content, type=_Head)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{name} is not a file of metered rows ({error}); {_WRITES}") from None
-    if (head.format, head.version) != (FORMAT, VERSION):
-        raise ValueError(
-            f"{name} has format {head.format[:40]!r} version {head.version}, but this command reads {FORMAT!r} version {VERSION}; "
-            f"{_WRITES}"
-        )
     try:
         found = msgspec.json.decode(content, type=RowsFile)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{name} is damaged: {error}; write it again ({_WRITES})") from None
+        raise ValueError(f"{name} is not a file of metered rows, or not of this version: {error}; {_WRITES}") from None
     for row in found.rows:
         if unknown := sorted(set(row.figures) - set(FIGURES)):
             raise ValueError(
