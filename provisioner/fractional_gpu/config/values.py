@@ -27,7 +27,6 @@ _LONGEST_MS = 366 * 86_400_000
 _LONGEST_TEXT = 64
 _LONGEST_SHOWN = 120
 _ZERO = re.compile(r"\s*0+(\.0*)?\s*([KMGT]i?B?)?\s*", re.IGNORECASE)
-_PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d)?)\s*%", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _PORT = re.compile(r"\d{1,5}", re.ASCII)
@@ -156,16 +155,12 @@ def memory(value: object) -> int:
 
 def host_memory(value: object) -> tuple[int, bool]:
     """Convert a percentage to (thousandths of the host's memory, True), or a size to (MiB, False)."""
-    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        try:
-            return memory(value), False
-        except ValueError:
-            raise ValueError("expected a percentage such as '50%' or a size such as '64GiB'") from None
-    milli = Fraction(match[1]) * 10
-    if milli > 1000:
-        raise ValueError("expected at most 100%")
-    return int(milli), True
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return share(value), True
+    try:
+        return memory(value), False
+    except ValueError:
+        raise ValueError("expected a percentage such as '50%' or a size such as '64GiB'") from None
 
 
 def fraction(value: object) -> int:
