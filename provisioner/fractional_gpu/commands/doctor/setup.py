@@ -5,7 +5,6 @@ and never run them. So they miss computed settings, and a finding names the file
 suspended kernel for idle and shut it down, and its variables are then lost.
 """
 
-import json
 import os
 import platform
 import re
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from jupyter_core.paths import jupyter_config_path
 
@@ -240,8 +239,9 @@ _IMPORTS: Final = "import fractional_gpu_kernel, fractional_gpu, ipykernel"
 _IMPORT_S: Final = 60.0
 
 _TRAITS: Final = ("cull_idle_timeout", "shutdown_no_activity_timeout")
-_SET: Final = re.compile(rf"^\s*c\.(\w+)\.({'|'.join(_TRAITS)})\s*=\s*([^#\n]+)")
-_FLAG: Final = re.compile(rf"^--(\w+)\.({'|'.join(_TRAITS)})=(.+)$")
+_NAMED: Final = f"({'|'.join(_TRAITS)})"
+_SET: Final = re.compile(rf'^\s*c\.\w+\.{_NAMED}\s*=\s*([^#\n]+)|"{_NAMED}":\s*([^,}}]+)')
+_FLAG: Final = re.compile(rf"^--(\w+)\.{_NAMED}=(.+)$")
 _CULLERS: Final = ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers")
 _CONFIGS: Final = re.compile(r"jupyter_(?:\w+_)?config\.(?:py|json)")
 _ADVICE: Final = "set it to 0 for fractional kernels, or set c.GPUBroker.cull_idle_after: idle cullers then spare kernels with GPU state"
@@ -356,25 +356,11 @@ def _configured(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 text = file.read_text(encoding="utf-8", errors="replace")
             except OSError:  # a folder, or a file that this user's servers cannot read, either
                 continue
-            if file.suffix == ".json":
-                yield from _in_json(file, text)
-                continue
             for number, line in enumerate(text.splitlines(), start=1):
-                found = _SET.match(line)
-                if found and not _is_off(found[3]):
-                    yield f"{file}, line {number}: c.{found[1]}.{found[2]}", found[3].strip()
-
-
-def _in_json(file: Path, text: str) -> Iterator[tuple[str, str]]:
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return
-    sections: dict[str, Any] = content if isinstance(content, dict) else {}
-    for section, settings in sections.items():
-        for trait in _TRAITS if isinstance(settings, dict) else ():
-            if not _is_off(str(settings.get(trait, 0))):
-                yield f"{file}: {section}.{trait}", str(settings[trait])
+                if found := _SET.search(line):
+                    trait, value = (one for one in found.groups() if one is not None)
+                    if not _is_off(value):
+                        yield f"{file}, line {number}: {trait}", value.strip()
 
 
 def _running(proc: Path) -> Iterator[tuple[str, str]]:
