@@ -27,7 +27,7 @@ from fractional_gpu.client.seat import Seat, SeatClient, write_seat
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.slurm import OPEN, SHARD, SlurmJob, parse_gres, total_of
-from fractional_gpu.host.files import replace_file
+from fractional_gpu.host.files import open_own, replace_file
 from fractional_gpu.host.workload import BASE_MIB
 from fractional_gpu.protocol.errors import BadRequestError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.messages import SLURM, ProgressKind, Workload
@@ -41,7 +41,6 @@ _TTL_MS = 60_000
 _WANTED = re.compile(r"job-([1-9][0-9]{0,9})\.wanted", re.ASCII)
 _LONGEST = 16 * 1024  # characters
 _KINDS = ("wanted", "env", "json")
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +245,7 @@ class SeatFiles:
         """Yield whether this process may register the job's request during the block. If so, no other process may."""
         with ExitStack() as stack:
             try:
-                descriptor = os.open(self._path(job_id, "wanted"), _READ)
+                descriptor = open_own(self._path(job_id, "wanted"), os.O_RDONLY)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free = True
@@ -264,9 +263,7 @@ class SeatFiles:
     @staticmethod
     def _read_wanted(path: Path) -> JobSeat | None:
         try:
-            with os.fdopen(os.open(path, _READ)) as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():
-                    return None
+            with os.fdopen(open_own(path, os.O_RDONLY)) as file:
                 return JobSeat(**json.loads(file.read(_LONGEST)))
         except (OSError, ValueError, TypeError):
             return None  # the file was removed, or is not ours

@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from fractional_gpu.host.files import write_all
+from fractional_gpu.host.files import open_own, write_all
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -36,8 +36,6 @@ _SUFFIXES: Final[dict[type[LeaseRecord | SeatRecord], str]] = {LeaseRecord: ".js
 _SUFFIX: Final = ".token"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}(?:\.json|\.seat)", re.ASCII)
-# With O_NONBLOCK, opening a pipe with this name does not wait for a writer forever.
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -180,16 +178,10 @@ def remove_lease_file(folder: Path, lease_id: str) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    descriptor = os.open(path, _READ)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not _is_private(status) or status.st_nlink > 1:
-            raise ValueError(
-                "it must be a regular file without hard links that belongs to this user and that only its owner can write to"
-            )
-        text = os.read(descriptor, _LONGEST)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        if not _is_private(os.fstat(file.fileno())):
+            raise ValueError("only its owner may be able to write to it")
+        text = file.read(_LONGEST)
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
