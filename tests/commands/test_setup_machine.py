@@ -245,6 +245,13 @@ def test_nothing_is_written_or_removed_below_a_users_folder(root: Path, capsys: 
         assert set_up(root) == 0
 
 
+def test_a_folder_that_is_no_image_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--undo"]):
+        assert set_up(tmp_path, *words) == 1
+        assert f"{tmp_path}/etc is missing: create it" in capsys.readouterr().err
+    assert tree_of(tmp_path) == {}
+
+
 def test_a_damaged_record_is_one_clear_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for damaged in ("", "{", '{"files": 3}'):
         at(root, RECORD).write_text(damaged)

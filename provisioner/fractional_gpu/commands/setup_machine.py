@@ -95,6 +95,8 @@ class Machine:
 
     def __init__(self, root: Path) -> None:
         self.root, self.is_here = root, root == _ROOT
+        if not (etc := self.real(RECORD).parent).is_dir():
+            raise CommandError(f"{etc} is missing: create it, or name the root folder of an image with --root")
         saved = self.read(RECORD)
         try:
             self.record = Record() if saved is None else msgspec.json.decode(saved, type=Record)
