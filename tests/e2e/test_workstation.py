@@ -219,6 +219,8 @@ def test_two_users_share_a_workstation_and_it_is_undone_without_a_trace(machine:
     assert script.stdout is not None
     assert script.stdout.readline() == "bob\n"
     assert {owner for owner, _ in machine.leases("root")} == {"ann", "bob"}
+    shown = machine.run("root", PROGRAM, "status").splitlines()
+    assert {line.split()[-1] for line in shown if " 1/4 " in line or " 1/2 " in line} == {"ann", "bob"}
     assert {owner for owner, _ in machine.leases("ann")} == {"ann"}
     assert machine.leases("bob") == {("bob", "bobs")}
     again = ["run", "--fraction", "1/4", "--", "true"]
