@@ -195,7 +195,9 @@ def test_a_program_that_fails_is_told_and_not_taken_for_a_disturbance(make: Make
 
 def test_beside_others_who_work_all_the_time_nothing_is_begun(make: Make) -> None:
     step, place = make(Program("one"), others_milli=lambda _: 400)
-    with pytest.raises(DisturbedError, match="another user's kernel worked on the device"):
+    with pytest.raises(
+        DisturbedError, match="another user's kernel, or a process without a lease, worked on the device"
+    ):
         step.run()
     assert place.programs[0].went_s is None
 

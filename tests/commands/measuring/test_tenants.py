@@ -8,7 +8,7 @@ from msgspec import structs
 
 from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, leases_to_suspend, no_spare_room, others_work
 from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.protocol.status import HostStatus, LeaseStatus, Stranger
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 from tests.commands.pictures import a_device, a_host, a_lease
 from tests.support.statuses import changed
 
@@ -70,21 +70,23 @@ def test_a_device_that_is_lost_disturbs(tenant: Tenant) -> None:
     assert disturbance(host(OURS, device_id="gpu-1"), [tenant], "gpu-0", "default") == "the device was lost"
 
 
-STRANGER = Stranger(pid=7, user="eve", used_mib=5)
-
-
 @pytest.mark.parametrize(
     ("changes", "used_milli", "neighbours", "said"),
     [
         ({"busy": True}, 300, 0, "ada.ipynb worked on the device"),
         ({"busy": True}, 19, 9, ""),  # its cell runs, and does not use the device
-        ({}, 300, 0, "another user's kernel worked on the device"),
-        ({"device_id": "gpu-1", "busy": True}, 300, 0, "another user's kernel worked on the device"),
+        ({}, 300, 0, "another user's kernel, or a process without a lease, worked on the device"),
+        (
+            {"device_id": "gpu-1", "busy": True},
+            300,
+            0,
+            "another user's kernel, or a process without a lease, worked on the device",
+        ),
         ({"busy": True}, None, 0, "ada.ipynb worked on the device"),
         ({"working": True}, None, 0, "ada.ipynb worked on the device"),
         ({"busy": True, "device_id": "gpu-1"}, None, 0, ""),
         ({}, None, 0, ""),
-        ({}, None, 1, "another user's kernel worked on the device"),
+        ({}, None, 1, "another user's kernel, or a process without a lease, worked on the device"),
     ],
 )
 def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cells_say(
@@ -92,11 +94,6 @@ def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cel
 ) -> None:
     status = host(OURS, changed(LEASE, **changes))
     assert others_work(status, [tenant], "gpu-0", used_milli, neighbours) == said
-
-
-def test_a_process_without_a_lease_is_named_where_no_lease_can_have_worked(tenant: Tenant) -> None:
-    said = others_work(host(OURS, strangers=[STRANGER]), [tenant], "gpu-0", 300)
-    assert said == "a process without a lease worked on the device"
 
 
 def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:

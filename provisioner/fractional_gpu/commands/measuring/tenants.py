@@ -284,18 +284,12 @@ def others_work(
         and device_id in (one.lease.device_id, *one.lease.device_ids)
         and (one.busy or one.working)
     ]
-    stands_by = any(one.lease_id == bystander for one in here)
     if named := [one for one in here if one.lease_id != bystander]:
         return f"{named[0].spec.label or named[0].lease_id} worked on the device"
-    if used_milli is None:
-        others = busy_neighbours - (len(tenants) - 1) - stands_by
-        return "another user's kernel worked on the device" if others > 0 else ""
-    device = next((one for one in status.devices if one.device_id == device_id), None)
-    if device is not None and device.strangers:
-        return "a process without a lease worked on the device"
-    if stands_by:
-        return "this kernel, or another user's, worked on the device"
-    return "another user's kernel worked on the device"
+    # If the device does not report its use, only the cells of other users' kernels remain, besides the tenants and the bystander.
+    if used_milli is None and busy_neighbours - (len(tenants) - 1) - len(here) <= 0:
+        return ""
+    return "another user's kernel, or a process without a lease, worked on the device"
 
 
 def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) -> int:
