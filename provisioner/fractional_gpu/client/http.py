@@ -48,16 +48,6 @@ def claim_holder(path: str) -> int | None:
     return pid or None if uid in (0, os.geteuid()) else None
 
 
-def listener_pid(sock: socket.socket) -> int | None:
-    """Return the pid of the process that listens at the other end of the socket, or None if it cannot be identified."""
-    from fractional_gpu.host.peers import peer_credentials  # noqa: PLC0415 - for errors only
-
-    try:
-        return peer_credentials(sock).pid or None  # 0 if the process is in another pid namespace
-    except (OSError, ValueError):
-        return None  # this end was closed
-
-
 def not_answering(path: str, seconds: float, pid: int | None) -> str:
     """Return a sentence about a broker that did not answer within `seconds`. It names the process and its state and says what to do."""
     try:
@@ -240,9 +230,7 @@ class Connection:
     def _broken(self, error: OSError | None) -> BrokerUnavailableError:
         if isinstance(error, TimeoutError):
             seconds = self._socket.gettimeout() or 0.0
-            return BrokerUnavailableError(
-                not_answering(self.path, seconds, listener_pid(self._socket)), reason="timeout"
-            )
+            return BrokerUnavailableError(not_answering(self.path, seconds, claim_holder(self.path)), reason="timeout")
         what = f": {error.strerror}" if error is not None and error.strerror else ""
         return BrokerUnavailableError(f"the GPU broker at {self.path} closed the connection{what}", reason="hung-up")
 
