@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -145,26 +144,15 @@ def _said_of(spec: InstalledSpec) -> Iterator[str]:
 
 
 def _where_they_appear(place: Path) -> str:
-    seen = [Path(folder) for folder in jupyter_path("kernels")]
-    if place not in seen:
+    if place not in map(Path, jupyter_path("kernels")):
         return (
             f"This environment's Jupyter ({sys.prefix}) does not look there: start its server with JUPYTER_PATH={place.parent}, or "
             "leave out --prefix."
         )
-    if place == Path(jupyter_data_dir()) / "kernels":
-        where = "of yours whose environment has jupyter-fractional-gpu"
-    elif place.is_relative_to(sys.prefix):
-        where = f"in the environment {sys.prefix}"
-    else:
-        where = "on this machine whose environment has jupyter-fractional-gpu"
-    said = f"They are in the launcher of every Jupyter server {where}. Reload the page if it is open."
-    lab = shutil.which("jupyter-lab") or shutil.which("jupyter-notebook")
-    if lab is not None and place.is_relative_to(sys.prefix) and not Path(lab).is_relative_to(sys.prefix):
-        said += (
-            f"\nnote: the {Path(lab).name} on your PATH ({lab}) belongs to another environment and does not show them: install "
-            "JupyterLab here, or install this package there and the kernels with --user"
-        )
-    return said
+    where = (
+        f"of the environment {sys.prefix}" if place.is_relative_to(sys.prefix) else "that has jupyter-fractional-gpu"
+    )
+    return f"They are in the launcher of every Jupyter server {where}. Reload the page if it is open."
 
 
 def install_offers(
