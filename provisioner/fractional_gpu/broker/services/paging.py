@@ -87,7 +87,8 @@ class Pager:
             )
         else:
             log.warning(
-                "lease %s: its state stays in memory: the machine has no free swap space (`swapon --show`)", name
+                "lease %s: its state stays in memory, because no swap space is free for it (`swapon --show`, memory.swap.max)",
+                name,
             )
 
 
