@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host import peers
-from fractional_gpu.host.peers import detects_unread, peer_credentials, peer_groups, unread
+from fractional_gpu.host.peers import peer_credentials, peer_groups, unread
 
 
 def test_peer_credentials_are_the_kernels() -> None:
@@ -65,14 +64,3 @@ def test_who_waits_for_bytes_has_read_them() -> None:
         ours.sendall(b"a line\n")
         waiting.join(30)
         assert not unread(ours)
-
-
-@pytest.mark.parametrize("answer", [True, False, OSError(25, "Inappropriate ioctl for device")])
-def test_a_system_that_does_not_tell_it_is_not_trusted(monkeypatch: pytest.MonkeyPatch, answer: bool | OSError) -> None:
-    def told(_sock: socket.socket) -> bool:
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(peers, "unread", told)
-    assert not detects_unread()

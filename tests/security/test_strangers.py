@@ -340,7 +340,7 @@ def test_neighbours_do_not_wait_for_the_gate_or_the_end_of_one_who_is_overdrawn(
     with started_for(lease.lease_id) as process:
         strict.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
         charge(strict, limits.COST_BURST_S + limits.COST_RESERVE_S / 2)
-        pulse = {"number": 0, "word": "pulse"}
+        pulse = {"number": 0, "word": "done"}
         assert strict.call("POST", f"/v1/leases/{lease.lease_id}/answer", pulse, token=lease.token).status == 200
         assert strict.call("GET", f"/v1/leases/{lease.lease_id}", token=lease.token).status == 429
         assert strict.call("DELETE", f"/v1/leases/{idle.lease_id}", token=idle.token).status == 429, "it holds nothing"

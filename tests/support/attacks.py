@@ -228,7 +228,7 @@ def gates(target: Target, lines: int) -> None:
     """SIZE connections that take a lease's gate from one another, and as many that send unrequested answers."""
     lease, token = target.lease()
     target.attach(lease, token, target.child(lease), connection={**_PORTS, "iopub_port": 65_535, "shell_port": 65_535})
-    answer = _request("POST", f"/v1/leases/{lease}/answer", '{"number": 0, "word": "pulse"}', token)
+    answer = _request("POST", f"/v1/leases/{lease}/answer", '{"number": 0, "word": "done"}', token)
     threading.Thread(target=flood, args=(target, lines, answer), kwargs={"again": answer}, daemon=True).start()
     hello = '{"version": "1", "open": false, "busy": false}'
     flood(target, lines, _request("POST", f"/v1/leases/{lease}/gate", hello, token))

@@ -1,10 +1,9 @@
-"""The kernel's channel to the broker. It receives commands and sends answers and pulses.
+"""The kernel's channel to the broker. It receives commands and sends answers.
 
 Two daemon threads start a moment after the kernel, so that they do not slow its start:
 
 - `gpu-gate` reads the commands and immediately carries out those that need no round trip.
-- `gpu-answers` sends the answers on a second connection. While the gate is shut, it also sends a pulse every `PULSE_S` seconds, which
-  proves that Python is running. An open stream does not prove this.
+- `gpu-answers` sends the answers on a second connection.
 
 If the stream breaks, it is reopened with growing pauses, even if a cell broke this process (`settings.LOCAL_FAILURES`). The answer to a
 command that cannot be carried out is "busy". The channel never starts a broker; a waiting cell does this.
@@ -13,7 +12,7 @@ command that cannot be carried out is "busy". The channel never starts a broker;
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from fractional_gpu_kernel.memory import shrink
@@ -45,7 +44,6 @@ class BrokerChannel:
         # An answer has a number, a word and a detail. None only wakes up the thread.
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()
         self._clients: list[BrokerClient] = []
-        self._needs_pulse = True  # until a command shows that the broker knows whether its stream is read
         self.is_connected = False  # whether the broker's commands arrive
         self._has_warned = False
 
@@ -139,7 +137,6 @@ class BrokerChannel:
                     self._repeat_exempt()  # this broker does not know it yet
                 # The greeting does not count, because a broker that sends nothing else may fail again immediately.
                 got_command = got_command or bool(number or command.verb)
-                self._needs_pulse = self._needs_pulse and not command.hears
                 try:
                     self._obey(command)
                 except LOCAL_FAILURES as error:  # no threads or descriptors, a closed main loop, or replaced functions
@@ -152,9 +149,6 @@ class BrokerChannel:
         finally:
             self.is_connected = False
             self._discard(client)
-            if not self._needs_pulse:  # the next broker may not know whether its stream is read
-                self._needs_pulse = True
-                self._answers.put(None)  # wake `_send`, which waits without a timeout
         return got_command
 
     def _obey(self, command: "GateCommand") -> None:
@@ -195,16 +189,11 @@ class BrokerChannel:
             self._answers.put((number, word, detail))
 
     def _send(self) -> None:
-        from fractional_gpu.protocol.limits import PULSE_S  # noqa: PLC0415 - off the kernel's start
-        from fractional_gpu.protocol.messages import GateAnswer  # noqa: PLC0415 - as above
+        from fractional_gpu.protocol.messages import GateAnswer  # noqa: PLC0415 - off the kernel's start
 
         client: BrokerClient | None = None
         while not self._stop.is_set():
-            try:
-                answer = self._answers.get(timeout=PULSE_S if self._needs_pulse else None)
-            except Empty:
-                answer = None if self._gate.is_open else (0, "pulse", "")
-            if answer is not None:
+            if (answer := self._answers.get()) is not None:
                 client = self._deliver(client, GateAnswer(number=answer[0], word=answer[1], detail=answer[2]))
         self._discard(client)
 

@@ -278,7 +278,7 @@ class BrokerClient:
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
-        """Answer one command of the broker to the gate, or send a pulse to show that Python runs."""
+        """Answer one command of the broker to the gate, or report what the cells do."""
         self.call(routes.ANSWER, answer, lease_id)
 
     def close(self) -> None:

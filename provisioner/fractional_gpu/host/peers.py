@@ -52,18 +52,3 @@ def unread(sock: socket.socket) -> bool:
     """Return whether the peer has not read all data yet. A peer that reads data may still not handle it."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
-
-
-def detects_unread() -> bool:
-    """Return whether `unread` works on this system. Some systems that emulate Linux do not support it for UNIX sockets."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        try:
-            seen = [unread(ours)]
-            ours.send(b"x")
-            seen.append(unread(ours))
-            theirs.recv(1)
-            seen.append(unread(ours))
-        except OSError:
-            return False
-    return seen == [False, True, False]

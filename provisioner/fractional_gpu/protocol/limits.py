@@ -27,6 +27,6 @@ IDLE_S = 30.0  # a connection that sends no complete request head for this long 
 BODY_S = 10.0  # time for the whole body of a request to arrive
 TAKEN_S = 30.0  # time for the peer to read a reply or a line of a stream, after which the connection is closed
 MAX_WAIT_S = 3600  # longest wait of one acquire call; the caller repeats the call
-PULSE_S = 10.0  # how often an extension proves that Python runs while its lease is not resident
+PULSE_S = 10.0  # how often a keep-alive shows whether an extension runs Python while its lease is not resident
 PROTOCOL_VERSION = 1
 VERSION_HEADER = "X-Jupyter-GPU-Version"  # in requests and replies: `VERSION; protocol=N`

@@ -246,15 +246,12 @@ class GateCommand(Struct, frozen=True, kw_only=True):
 
     The answer to a command repeats its `number`. A command with the number 0 gets no answer, and an empty verb is a keep-alive. `urgent`
     asks to show a notice now, even while a cell runs. `topic` replaces an earlier notice on the same topic that no cell has shown yet.
-    `hears`, in any line, tells the extension that the broker itself detects whether this stream is read, so the extension need not send
-    pulses.
     """
 
     verb: str = ""
     number: int = 0
     sentence: str = ""
     environment: dict[str, str] = {}
-    hears: bool = False
     urgent: bool = False
     topic: str = ""
 
@@ -270,13 +267,12 @@ class GateHello(Struct, frozen=True, kw_only=True):
 
 
 class GateAnswer(Struct, frozen=True, kw_only=True):
-    """An answer from the extension. `word` is closed, busy, done, managed, open, input or pulse.
+    """An answer from the extension. `word` is closed, busy, done, managed, open, exempt or input.
 
-    An answer with `number` 0 responds to no command. `pulse` then proves that Python runs, for a broker that cannot detect this. `exempt`
-    says that the running cells do not use the GPU, and `done` says that the last of them has ended. `managed` says that the process cannot
-    be checkpointed, and its `detail` explains why. The `detail` of `input` lists the ids of all requests that wait for input or cannot
-    reach the GPU, separated by spaces. After a shrink, the `detail` of `done` says what was freed, with `reserved_mib=N` if the allocators
-    of the frameworks report that figure.
+    An answer with `number` 0 responds to no command. `exempt` then says that the running cells do not use the GPU, and `done` says that the
+    last of them has ended. `managed` says that the process cannot be checkpointed, and its `detail` explains why. The `detail` of `input`
+    lists the ids of all requests that wait for input or cannot reach the GPU, separated by spaces. After a shrink, the `detail` of `done`
+    says what was freed, with `reserved_mib=N` if the allocators of the frameworks report that figure.
     """
 
     number: int

@@ -160,7 +160,7 @@ FOLLOW = Route("follow", "POST", _L + "/follow", EmptyRequest, LeaseNews, KERNEL
     lines=True)
 GATE = Route("gate", "POST", _L + "/gate", GateHello, GateCommand, KERNEL, "the commands to the kernel's extension", lines=True,
     reserved=True)
-ANSWER = Route("answer", "POST", _L + "/answer", GateAnswer, Done, KERNEL, "the extension's answer to a command, or a pulse",
+ANSWER = Route("answer", "POST", _L + "/answer", GateAnswer, Done, KERNEL, "the extension's answer to a command, or what its cells do",
     reserved=True)
 SUSPEND: "Route[EmptyRequest, LeaseStatus]" = Route("suspend", "POST", _L + "/suspend", EmptyRequest, "status.LeaseStatus", LEASE,
     "save GPU state to host memory", audited="suspend",

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from fractional_gpu.broker.api.handler import HandlerContext
+from fractional_gpu.broker.api import handler as handler_module
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import GateAnswer, GateCommand, GateVerb
@@ -59,7 +59,7 @@ async def test_an_extension_that_does_not_answer_is_mute_until_it_says_anything(
     told = [link.mute]
     assert await link.ask(GateVerb.CLOSE, 0.01) == ""
     told.append(link.mute)
-    link.take(answer(0, "pulse"), 1.0)
+    link.take(answer(0, "managed"), 1.0)
     assert [*told, link.mute] == [False, True, False]
 
 
@@ -154,18 +154,12 @@ def test_an_extension_that_does_not_read_falls_silent_and_gets_no_further_line()
     assert (wire.lines, link.last_pulse_s) == (2, 200.0)
 
 
-async def test_a_cell_is_exempt_from_when_it_says_so_until_another_answer_that_is_no_pulse() -> None:
+async def test_a_cell_is_exempt_from_when_it_says_so_until_it_says_what_ends_that() -> None:
     link, exempt = GateLink(0.0), []
-    for word in ("pulse", "exempt", "pulse", "open", "pulse"):
+    for word in ("managed", "exempt", "input", "open", "managed"):
         link.take(answer(0, word), 1.0)
         exempt.append(link.exempt)
     assert exempt == [False, True, True, False, False]
-
-
-def shared_of(live: LiveBroker) -> HandlerContext:
-    application: Any = live.server.request_callback
-    shared: HandlerContext = application.settings["shared"]
-    return shared
 
 
 @contextmanager
@@ -180,8 +174,7 @@ def connected(live: LiveBroker) -> Iterator[tuple[GateLink, BinaryIO]]:
         line.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(hello) + hello)
         while lines.readline().strip():
             pass
-        greeting = next_line(lines)
-        assert (greeting["verb"], greeting["hears"]) == ("", shared_of(live).hears)
+        assert next_line(lines)["verb"] == ""
         link = live.broker.kernels[lease.lease_id].link
         assert link is not None
         until(lambda: link.stream is not None, "the line carries commands")
@@ -243,13 +236,16 @@ def test_a_keep_alive_comes_between_no_line_and_its_end(live: LiveBroker) -> Non
         assert next_line(lines)["sentence"] == "the next"
 
 
-def test_where_the_system_does_not_tell_who_reads_kernels_are_told_to_pulse(
+def test_where_the_system_does_not_tell_who_reads_kernels_count_as_alive(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_of(live), "hears", False)
+    def untold(_: socket.socket) -> bool:
+        raise OSError(25, "Inappropriate ioctl for device")
+
+    monkeypatch.setattr(handler_module, "unread", untold)
     with connected(live) as (link, lines):
         for number in range(1, 4):
-            assert looked(live, link, number * PULSE_S) == 0
+            assert looked(live, link, number * PULSE_S, number * PULSE_S + 1) == number * PULSE_S
             assert next_line(lines)["verb"] == "", "it is kept alive all the same"
 
 
@@ -311,7 +307,7 @@ async def test_what_frameworks_hold_is_known_from_the_answer_until_the_next_comm
     assert command is not None
     link.take(GateAnswer(number=command.number, word="done", detail=detail), 1.0)
     assert (await asked, link.reserved_mib) == ("done", held)
-    link.take(GateAnswer(number=0, word="pulse"), 2.0)
+    link.take(GateAnswer(number=0, word="managed"), 2.0)
     assert link.reserved_mib == held
     again = asyncio.create_task(link.ask(GateVerb.PREEMPT, 30))
     await link.next()

@@ -12,9 +12,8 @@ from typing import cast
 import pytest
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.protocol import limits
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import GateCommand, GateVerb
+from fractional_gpu.protocol.messages import GateVerb
 from fractional_gpu_kernel.cells import broker_channel
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate
@@ -166,24 +165,3 @@ def test_sockets_that_a_cell_took_away_are_there_for_the_line(settings: Settings
     )
     subprocess.run([sys.executable, "-c", program, settings.socket_path, TOKEN, LEASE], check=True, timeout=DEADLINE_S)
     assert broker.answer_to(7) == "closed"
-
-
-def test_a_broker_that_hears_by_itself_that_python_runs_gets_no_pulse(
-    settings: Settings, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "PULSE_S", 0.05)
-    with a_line(settings):
-        stream = broker.stream("gate")
-        broker.wait_for(lambda: len(broker.words()) >= 3)
-        stream.send(GateCommand(hears=True))
-        stream.command(GateVerb.CLOSE, 1)
-        assert broker.answer_to(1) == "closed"
-        so_far = len(broker.words())
-        for number in range(2, 12):  # longer than several pulses take
-            threading.Event().wait(limits.PULSE_S)
-            stream.command(GateVerb.CLOSE, number)
-            assert broker.answer_to(number) == "closed"
-        assert len(broker.words()) <= so_far + 1, "the one that was under way"
-        stream.break_off()
-        broker.stream("gate", 2)
-        broker.wait_for(lambda: len(broker.words()) >= so_far + 3)  # this one has not reported it

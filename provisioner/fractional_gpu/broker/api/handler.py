@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -61,7 +61,6 @@ class HandlerContext:
     service: LeaseService
     socket_path: str
     statuses: StatusStream
-    hears: bool  # whether the system can tell that a peer has read the data
     log_lines: TokenBucket
 
 
@@ -307,9 +306,11 @@ class Handler(web.RequestHandler):
 
     def is_read(self) -> bool | None:
         """Return whether the peer has read everything that was written to it, or None if the operating system cannot tell."""
-        if not self.shared.hears or self.stream.socket is None:
+        if self.stream.closed():
             return None
-        return not (self.stream.writing() or unread(self.stream.socket))
+        with suppress(OSError):  # some systems that emulate Linux
+            return not (self.stream.writing() or unread(self.stream.socket))
+        return None
 
     def _reach(self, moment: str) -> None:
         if files.enabled():

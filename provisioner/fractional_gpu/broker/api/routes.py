@@ -28,7 +28,6 @@ from fractional_gpu.broker.api.server import DISCARDED_HEADER_BYTES, READ_AT_ONC
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services.lease_control import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, Viewer, full_lease_status, host_status
-from fractional_gpu.host.peers import detects_unread
 from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, PROTOCOL_VERSION
@@ -94,8 +93,7 @@ async def _show(call: Call[FreshQuery]) -> LeaseStatus:
 async def _gate(call: Call[GateHello]) -> AsyncGenerator[GateCommand, None]:
     link = call.service.connect_gate(call.kernel, call.body)
     try:
-        # The first line tells the extension that it is connected, and whether it must send pulses.
-        yield GateCommand(hears=call.shared.hears)
+        yield GateCommand()  # tells the extension that it is connected
         link.stream = call.handler
         while (command := await link.next()) is not None:
             yield command
@@ -193,7 +191,6 @@ def make_server(service: LeaseService, socket_path: str) -> Server:
         service=service,
         socket_path=socket_path,
         statuses=StatusStream(service.broker, socket_path),
-        hears=detects_unread(),
         log_lines=TokenBucket(LOG_LINES_PER_S, LOG_LINES_BURST),
     )
     server = Server(

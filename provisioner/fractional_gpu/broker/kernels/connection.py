@@ -189,8 +189,7 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
 # The broker's end of the connection to one kernel's extension. Commands go down a stream, and answers come back as requests.
 #
 # The broker must know whether the kernel still runs Python code. It writes a keep-alive and checks a moment later whether it was read,
-# which takes a step of Python (`BrokerClient.gate`). If the broker cannot see that, the extension sends a request every few seconds, the
-# pulse.
+# which takes a step of Python (`BrokerClient.gate`). On a system that cannot tell, every extension counts as alive.
 
 
 # Between keep-alives while the gate is open, since no decision depends on them then.
@@ -257,7 +256,7 @@ class GateLink:
         self.last_pulse_s = now_s
         self.mute = False
         if answer.number == 0:
-            self.exempt = answer.word == "exempt" or (self.exempt and answer.word in ("pulse", "managed", "input"))
+            self.exempt = answer.word == "exempt" or (self.exempt and answer.word in ("managed", "input"))
             if answer.word == "input":
                 self.inputs = frozenset(answer.detail.split()[:_MOST_INPUTS])
             return
@@ -276,12 +275,10 @@ class GateLink:
         if self.stream is None or self.closed:
             return
         if self._on_its_way:
-            read = self.stream.is_read()
-            if read is False:
+            if self.stream.is_read() is False:
                 self._line_s = now_s
                 return  # silence, so write no further keep-alive until this one is read
-            if read:
-                self.last_pulse_s = max(self.last_pulse_s, self._line_s)
+            self.last_pulse_s = max(self.last_pulse_s, self._line_s)
             self._on_its_way = False
         if now_s - self._line_s >= every_s and self.stream.keep_alive():
             self._on_its_way, self._line_s = True, now_s
