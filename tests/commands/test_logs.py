@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -104,8 +105,9 @@ def test_entries_that_come_are_followed_over_a_rotation_and_a_deletion(log: Path
         log.write_text(written("INFO", "fifth"))
         yield
 
-    reader, steps = logs.LogReader(log), happens()
-    assert len(list(reader.entries())) == 3
-    found = reader.follow(pause=lambda _: next(steps))
-    assert [next(found).text for _ in range(4)] == ["second", "third", "fourth", "fifth"]
-    reader.close()
+    lines, steps = logs.growing_lines(log, [log.with_name("broker.log.1")]), happens()
+    with closing(lines):
+        entries = logs.entries_of(lines)
+        assert len(list(logs.told(entries))) == 3
+        found = logs.told(entries, lambda _: next(steps))
+        assert [next(found).text for _ in range(4)] == ["second", "third", "fourth", "fifth"]

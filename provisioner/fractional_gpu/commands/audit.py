@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from fractional_gpu.broker.persistence.audit import FILE_NAME, finished_files
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import state_folder
-from fractional_gpu.commands.logs import GrowingLog, explained
+from fractional_gpu.commands.logs import explained, growing_lines, told
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, parse_argument
@@ -52,21 +52,28 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.file) if options.file else _path(options.socket)
     least = "" if since_ms is None else datetime.fromtimestamp(time.time() - since_ms / 1000, UTC).isoformat()
     say: Callable[[dict[str, Any]], str] = json.dumps if options.json else sentence
-    torn = 0
-    with explained(path, "the audit log", "; check --file"), closing(_Log(path)) as log:
+    torn: list[bytes] = []
+    with (
+        explained(path, "the audit log", "; check --file"),
+        closing(growing_lines(path, finished_files(path))) as lines,
+    ):
+        found = _entries_of(lines, torn)
         with Progress(f"reading {path} ...", silent=True):
-            entries = list(log.entries())
+            entries = list(told(found))
         for entry in outcomes(entries):
             if entry["time"] >= least:
                 print(say(entry), flush=options.follow)
-        torn = log.torn
         if options.follow:
-            for entry in log.follow():
-                print(say(entry), flush=True)
+            for entry in told(found, time.sleep):
+                if entry["outcome"] != "asked":
+                    print(say(entry), flush=True)
     if not entries:
         print(f"{path} has no entries yet", file=sys.stderr)
     if torn:
-        print(f"skipped {plural(torn, 'unreadable line')} of {path} (cut short by a crash, or edited)", file=sys.stderr)
+        print(
+            f"skipped {plural(len(torn), 'unreadable line')} of {path} (cut short by a crash, or edited)",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -86,25 +93,16 @@ def _path(socket: str | None) -> Path:
     return settings.audit_file or state_folder(where, settings.state_dir) / FILE_NAME
 
 
-class _Log(GrowingLog[dict[str, Any]]):
-    torn = 0
-
-    def finished(self) -> Sequence[Path]:
-        return finished_files(self.path)
-
-    def entries(self) -> Iterator[dict[str, Any]]:
-        for line in self.lines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                entry = None
-            if isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in _KEYS):
-                yield entry
-            else:
-                self.torn += 1
-
-    def follow(self, pause: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
-        return (entry for entry in super().follow(pause) if entry["outcome"] != "asked")
+def _entries_of(lines: Iterable[bytes | None], torn: list[bytes]) -> Iterator[dict[str, Any] | None]:
+    for line in lines:
+        try:
+            entry = None if line is None else json.loads(line)
+        except ValueError:
+            entry = None
+        if line is None or (isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in _KEYS)):
+            yield entry
+        else:
+            torn.append(line)
 
 
 def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

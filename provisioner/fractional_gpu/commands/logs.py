@@ -10,14 +10,13 @@ import os
 import re
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.lease_commands import find_lease
@@ -68,66 +67,50 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
         raise CommandError(f"{what} {path} cannot be read: {error.strerror or error}{advice}") from None
 
 
-class GrowingLog(ABC, Generic[T]):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: BinaryIO | None = None
-        self._begun = False
-        self._rest = b""
+def growing_lines(path: Path, finished: Iterable[Path]) -> Generator[bytes | None, None, None]:
+    """Yield the lines of the finished files and then of the file, and None whenever there are no more. The file may be replaced."""
+    rest = bytearray()
 
-    @abstractmethod
-    def finished(self) -> Sequence[Path]:
-        """Return the rotated files, oldest first. This is called once, when the first line is read."""
-
-    @abstractmethod
-    def entries(self) -> Iterator[T]: ...
-
-    def follow(self, pause: Callable[[float], None] = time.sleep) -> Iterator[T]:
-        while True:
-            yield from self.entries()
-            pause(INTERVAL_S)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def lines(self) -> Iterator[bytes]:
-        if not self._begun:
-            self._begun = True
-            for file in self.finished():
-                with file.open("rb") as finished:
-                    yield from self._read(finished)
-        if self._file is None:
-            self._open()
-        while self._file is not None:
-            yield from self._read(self._file)
-            if self._is_current(self._file):
-                return
-            yield from self._read(self._file)  # lines written just before the rename
-            self.close()
-            self._open()
-
-    def _open(self) -> None:
-        try:
-            self._file = self.path.open("rb")
-        except FileNotFoundError:
-            self._file = None
-
-    def _is_current(self, file: BinaryIO) -> bool:
-        try:
-            there = self.path.stat()
-        except FileNotFoundError:
-            return True  # the file was deleted and not replaced
-        return os.path.samestat(there, os.fstat(file.fileno()))
-
-    def _read(self, file: BinaryIO) -> Iterator[bytes]:
+    def lines(file: BinaryIO) -> Iterator[bytes]:
         while part := file.readline(_LONGEST_LINE):
-            self._rest += part
-            if not self._rest.endswith(b"\n") and len(self._rest) < _LONGEST_LINE:
-                return  # the rest of the line may follow
-            line, self._rest = self._rest, b""
-            yield line
+            rest.extend(part)
+            if rest.endswith(b"\n") or len(rest) >= _LONGEST_LINE:
+                yield bytes(rest)
+                rest.clear()
+
+    for one in finished:
+        with one.open("rb") as file:
+            yield from lines(file)
+    while True:
+        try:
+            current = path.open("rb")
+        except FileNotFoundError:
+            yield None
+            continue
+        with current:
+            yield from lines(current)
+            while not _is_replaced(path, current):
+                yield None
+                yield from lines(current)
+            yield from lines(current)  # lines written just before the rename
+
+
+def _is_replaced(path: Path, file: BinaryIO) -> bool:
+    try:
+        return not os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False  # the file was deleted, and not replaced yet
+
+
+def told(entries: Iterable[T | None], pause: Callable[[float], None] | None = None) -> Iterator[T]:
+    """Yield the entries up to the first None, or with `pause` all entries, pausing at each None."""
+    for entry in entries:
+        if entry is not None:
+            yield entry
+        elif pause is None:
+            return
+        else:
+            pause(INTERVAL_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +146,20 @@ def run(options: argparse.Namespace) -> int:
     since_ms = None if options.since is None else parse_argument(parse_duration_ms, options.since)
     least = datetime.fromtimestamp(0 if since_ms is None else time.time() - since_ms / 1000, UTC)
     wanted = _wanted(options.level, least, "" if options.lease is None else _short_id(options.lease, options.socket))
-    with explained(path, "the log"), closing(LogReader(path)) as log:
+    numbered = (path.with_name(f"{path.name}.{number}") for number in range(_FILES, 0, -1))
+    finished = [one for one in numbered if one.exists()]
+    with explained(path, "the log"), closing(growing_lines(path, finished)) as lines:
+        entries = entries_of(lines)
         with Progress(f"reading {path} ...", silent=True):
-            there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
-        if not log.has_files:
+            there = deque(filter(wanted, told(entries)), maxlen=last)
+        if not finished and not path.exists():
             raise CommandError(
                 f"there is no log {path}: no broker has run here, or it logs to a terminal, or it is a systemd service; "
                 "read a service's log with `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
             )
         _print(there, as_json=options.json)
         if options.follow:
-            for entry in filter(wanted, log.follow()):
+            for entry in filter(wanted, told(entries, time.sleep)):
                 _print([entry], as_json=options.json)
     if not there:
         say(f"no matching entries in {path}", sys.stderr)
@@ -230,35 +216,24 @@ def _wanted(level: str, least: datetime, lease: str) -> Callable[[LogEntry], boo
     return is_wanted
 
 
-class LogReader(GrowingLog[LogEntry]):
-    _has_older = False
-    _last: LogEntry | None = None
-
-    @property
-    def has_files(self) -> bool:
-        return self._has_older or self.path.exists()
-
-    def finished(self) -> Sequence[Path]:
-        numbered = (self.path.with_name(f"{self.path.name}.{number}") for number in range(_FILES, 0, -1))
-        older = [one for one in numbered if one.exists()]
-        self._has_older = bool(older)
-        return older
-
-    def entries(self) -> Iterator[LogEntry]:
-        entry: LogEntry | None = None
-        for raw in self.lines():
-            text = raw.decode(errors="backslashreplace").rstrip("\n")
-            head = _head(text)
-            if head is not None:
-                if entry is not None:
-                    yield entry
-                entry = self._last = head
-            elif entry is not None:
-                entry = LogEntry(entry.time, entry.level, f"{entry.text}\n{text}")
-            elif self._last is not None:  # the rest of an entry that was shown incompletely
-                entry = LogEntry(self._last.time, self._last.level, text)
-        if entry is not None:
+def entries_of(lines: Iterable[bytes | None]) -> Iterator[LogEntry | None]:
+    """Yield the entries, and None whenever there are no more lines. An entry that grows later continues in another one."""
+    entry: LogEntry | None = None
+    last: LogEntry | None = None
+    for raw in lines:
+        text = "" if raw is None else raw.decode(errors="backslashreplace").rstrip("\n")
+        head = _head(text)
+        if (raw is None or head is not None) and entry is not None:
             yield entry
+            entry = None
+        if raw is None:
+            yield None
+        elif head is not None:
+            entry = last = head
+        elif entry is not None:
+            entry = LogEntry(entry.time, entry.level, f"{entry.text}\n{text}")
+        elif last is not None:  # the rest of an entry that was shown incompletely
+            entry = LogEntry(last.time, last.level, text)
 
 
 def _head(line: str) -> LogEntry | None:
