@@ -66,6 +66,17 @@ def test_a_stopped_broker_leaves_its_kernels_and_the_next_cell_starts_another(wo
     }
     assert resident.must(CHECK).text == "intact\n"
     a_restarted_broker_has_the_options_that_it_had_even_if_its_files_are_gone(world, resident)
+    a_broker_whose_configuration_was_broken_meanwhile_is_not_stopped(world)
+
+
+def a_broker_whose_configuration_was_broken_meanwhile_is_not_stopped(world: World) -> None:
+    pid = world.broker_pid()
+    world.configure("c.GPUBroker.host_memory = 'much'\n")
+    done = world.command("broker", "--restart")
+    assert done.returncode == 1
+    assert "the broker was not stopped, because it could not start again: " in done.stderr
+    assert "host_memory" in done.stderr
+    assert world.broker_pid() == pid
 
 
 def a_restarted_broker_has_the_options_that_it_had_even_if_its_files_are_gone(world: World, notebook: Notebook) -> None:

@@ -1,6 +1,6 @@
-"""Runs a broker: `python -m fractional_gpu.broker [--detach] OPTIONS-AS-JSON`.
+"""Runs a broker: `python -m fractional_gpu.broker [--detach | --check] OPTIONS-AS-JSON`.
 
-Brokers use this to start other brokers. People use `jupyter gpu broker`.
+Brokers use this to start other brokers. People use `jupyter gpu broker`. `--check` only reads the configuration.
 """
 
 import gc
@@ -30,8 +30,10 @@ if __name__ == "__main__":
         from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
 
         exit_now(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
-    from fractional_gpu.broker.process.app import run_options
+    from fractional_gpu.broker.process.app import check_options, run_options
 
+    if sys.argv[1] == "--check":
+        exit_now(check_options(sys.argv[2]))
     gc.freeze()  # later collections skip the objects that imports made
     gc.enable()
     exit_now(run_options(sys.argv[1]))

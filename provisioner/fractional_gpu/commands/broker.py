@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
@@ -204,6 +205,8 @@ def run_stop(options: argparse.Namespace) -> int:
         command = restart_command(
             path
         )  # read before the broker ends, because a broker without leases then removes its record
+        if options.restart and command is not None:
+            _check_configuration(*command)
         with suppress(FractionalGPUError), BrokerClient(path, timeout_s=ANSWER_S) as client:
             status = client.status()
         with Progress(f"stopping the broker (process {pid}) ...", silent=True):
@@ -300,6 +303,14 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
         f"process {pid} was killed but is still running: it hangs in a system call, because of the driver or an unresponsive disk. "
         f"Check the kernel log (`dmesg`)"
     )
+
+
+def _check_configuration(argv: list[str], environment: dict[str, str]) -> None:
+    """Raise CommandError if the broker that this command starts could not read its configuration."""
+    check = ["--check" if one == "--detach" else one for one in argv]
+    done = subprocess.run(check, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CommandError(f"the broker was not stopped, because it could not start again: {done.stderr.strip()}")
 
 
 def _start(path: str, command: tuple[list[str], dict[str, str]] | None) -> int:

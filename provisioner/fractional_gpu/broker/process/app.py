@@ -90,6 +90,17 @@ def run_options(argument: str) -> int:
     return 1 if sentence else 0
 
 
+def check_options(argument: str) -> int:
+    """Return 0 if the configuration can be read; otherwise print the reason and return 1. `argument` is JSON with the broker's options."""
+    options = BrokerOptions(**json.loads(argument))
+    try:
+        load(options.config_file, _overrides(options))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
 def _shed_inheritance() -> None:
     """Undo settings inherited from the program that started this broker. `doctor` reports those that cannot be undone."""
     os.umask(0o022)
