@@ -5,7 +5,6 @@ the broker keeps the values that count.
 """
 
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from fractional_gpu.protocol.status import SeatStatus
 SEAT_FILE_VARIABLE = "JUPYTER_GPU_SEAT_FILE"
 POD_SHARE_VARIABLE = "JUPYTER_GPU_POD_SHARE"
 """Holds POOL/THOUSANDTHS of a pod's seat for display, since no file can be put into a pod."""
-_LONGEST = 16 * 1024  # bytes
 
 
 class Seat(HidesSecrets, frozen=True, kw_only=True):
@@ -65,13 +63,7 @@ def read_seat(path: str) -> Seat:
     """Read a seat from its file. Raises FractionalGPUError."""
     remedy = "stop this server on the hub's page and start it again"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} is not a file; {remedy}")
-            text = os.read(descriptor, _LONGEST)
-        finally:
-            os.close(descriptor)
+        text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} cannot be read: {reason}; {remedy}") from error
