@@ -46,11 +46,6 @@ _TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
 _CAP_SYS_RESOURCE: Final = 1 << 24
 _LEAST_SWAPPINESS: Final = 1  # with this value, the system swaps only to avoid killing processes
 _ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespace
-_OTHER_KILLERS: Final = {
-    "earlyoom": "it respects oom_score_adj",
-    "nohang": "it respects oom_score_adj",
-    "systemd-oomd": "it kills whole control groups by swap use and pressure, and ignores oom_score_adj",
-}
 _BIGGEST: Final = "a suspended kernel is the biggest process, because its memory holds its saved state"
 
 
@@ -263,11 +258,11 @@ def _killed_together(proc: Path) -> Iterator[Finding]:
 
 def _other_killers(proc: Path) -> Iterator[Finding]:
     for pid, name in _named_processes(proc):
-        if name in _OTHER_KILLERS:
+        if name == "systemd-oomd":
             yield note(
                 "oom",
-                f"{name} is running (process {pid}) and kills processes before the system does: {_OTHER_KILLERS[name]}",
-                "for systemd-oomd: ManagedOOMPreference=omit for the kernels' units" if name == "systemd-oomd" else "",
+                f"{name} is running (process {pid}): it kills whole control groups by swap use and pressure, and ignores oom_score_adj",
+                "ManagedOOMPreference=omit for the kernels' units",
             )
 
 
