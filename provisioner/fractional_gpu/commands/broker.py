@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fractional_gpu.broker.process.restarting import BrokerOptions, resolved, start_detached
@@ -24,7 +24,7 @@ from fractional_gpu.host.claims import holder
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
 
-_BROKER_OPTIONS = ("config", "simulate", "idle_exit", "state_dir", "settings", "worker_socket", "log_level")
+_BROKER_OPTIONS = ("config_file", "simulate", "idle_exit", "state_dir", "settings", "worker_socket", "log_level")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 EPILOG = """\
@@ -52,7 +52,7 @@ restarts its own broker.
 def configure(parser: Parser) -> None:
     parser.describe("Run the broker, which assigns kernels to GPUs and suspends and resumes them.", EPILOG)
     parser.argument("--socket", "PATH", "the socket to listen on (default: $JUPYTER_GPU_SOCKET, else your own socket)")
-    parser.argument("--config", "FILE", "a configuration file (see --generate-config)")
+    parser.argument("--config", "FILE", "a configuration file (see --generate-config)", dest="config_file")
     parser.flag("--generate-config", "print an example configuration file and exit")
     parser.argument(
         "--simulate",
@@ -101,7 +101,7 @@ def _check_ending(options: argparse.Namespace) -> None:
         return
     what = "--stop" if options.stop else "--restart"
     others = [*_BROKER_OPTIONS, "generate_config", "detach", "service", "stand_by"]
-    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
+    if given := [f"--{name.removesuffix('_file').replace('_', '-')}" for name in others if getattr(options, name)]:
         raise UsageError(
             f"{what} cannot be combined with {', '.join(given)}: a restarted broker keeps its options. To change them, stop it and "
             f"start it again"
@@ -137,19 +137,7 @@ def run(options: argparse.Namespace) -> int:
             parse_duration_ms(options.idle_exit)
         except ValueError as error:
             raise UsageError(f"--idle-exit: {error}, or never") from error
-    same = (
-        "socket",
-        "simulate",
-        "detach",
-        "idle_exit",
-        "state_dir",
-        "log_level",
-        "settings",
-        "service",
-        "stand_by",
-        "worker_socket",
-    )
-    given = BrokerOptions(config_file=options.config, **{name: getattr(options, name) for name in same})
+    given = BrokerOptions(**{one.name: getattr(options, one.name) for one in fields(BrokerOptions)})
     if options.detach:
         unused = _about_unused_options(options, given)
         # Print the broker's output below the progress bar, not into it.
