@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,11 @@ async def test_a_hung_worker_is_killed_and_replaced(
 
 
 async def test_a_driver_at_work_may_take_longer_to_tell_a_state_than_for_a_quick_operation(
-    simulated: host.SimulatedHost, target: ProcessIdentity
+    link: WorkerLink, simulated: host.SimulatedHost, target: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = WorkerLink(f"simulated:{simulated.directory}", answer_s=0.2)
-    try:
-        faults.inject(simulated.directory, "state", "slow:600")
-        assert await link.state(target) is S.RUNNING
-    finally:
-        await link.close()
+    monkeypatch.setattr(worker_link, "_ANSWER_S", 0.2)
+    faults.inject(simulated.directory, "state", "slow:600")
+    assert await link.state(target) is S.RUNNING
 
 
 async def test_a_worker_that_fails_on_two_targets_for_no_known_reason_is_replaced(
@@ -177,12 +175,11 @@ async def test_a_worker_that_cannot_start_says_why_each_time(tmp_path: Path) -> 
     await link.close()
 
 
-async def test_a_missing_interpreter_is_an_error(simulated: host.SimulatedHost) -> None:
-    link = WorkerLink(f"simulated:{simulated.directory}", python="/nowhere/python")
+async def test_a_missing_interpreter_is_an_error(link: WorkerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(GPUError, match="could not start") as caught:
         await link.start()
     assert caught.value.code is C.WORKER_DIED
-    await link.close()
 
 
 def fails_once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,12 +224,15 @@ async def test_a_worker_is_replaced_when_its_link_fails_in_the_middle(
         assert await link.state(target) is S.LOCKED
 
 
-async def test_something_else_than_a_worker_is_an_error(simulated: host.SimulatedHost, tmp_path: Path) -> None:
+async def test_something_else_than_a_worker_is_an_error(
+    simulated: host.SimulatedHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     impostor = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(impostor))
     for says in ("hello", '{"protocol": 99}', "[]"):
         impostor.write_text(f"#!/bin/sh\nprintf '{says}' >&0\nexec cat >/dev/null\n")
         impostor.chmod(0o700)
-        link = WorkerLink(f"simulated:{simulated.directory}", python=str(impostor))
+        link = WorkerLink(f"simulated:{simulated.directory}")
         with pytest.raises(GPUError) as caught:
             await link.start()
         assert caught.value.code is C.WORKER_DIED

@@ -101,6 +101,7 @@ class WorkerClaim:
 log = logging.getLogger(__name__)
 
 START_S: Final = 60.0  # initialising a driver takes seconds
+_ANSWER_S: Final = 10.0  # for quick operations such as unlock, and for a lock beyond its own timeout
 _STATE_S: Final = 30.0  # while the driver is busy in the process, it does not answer
 _KILL_S: Final = 5.0
 _ALONE_S: Final = 2.0  # a worker whose broker is gone ends this long after a live broker would have killed it
@@ -109,29 +110,16 @@ _ALONE_S: Final = 2.0  # a worker whose broker is gone ends this long after a li
 class WorkerLink:
     """A connection to one worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
-    `answer_s` limits quick operations such as unlock, and the time that a lock may take beyond its own timeout. `start_s` limits the time
-    to open the backend. If another container starts the worker, `service` is the socket of its service, and a claim is required. The caller
-    closes `claim` after closing the link.
+    If another container starts the worker, `service` is the socket of its service, and a claim is required. The caller closes `claim` after
+    closing the link.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        *,
-        python: str = sys.executable,
-        answer_s: float = 10.0,
-        start_s: float = START_S,
-        claim: WorkerClaim | None = None,
-        service: str | None = None,
-    ) -> None:
+    def __init__(self, backend: str, *, claim: WorkerClaim | None = None, service: str | None = None) -> None:
         if service is not None and claim is None:
             raise ValueError("a WorkerLink with `service` needs a claim, too")
         self.backend = backend
         self._service = service
         self._claim = claim
-        self._python = python
-        self._answer_s = answer_s
-        self._start_s = start_s
         self._worker: Worker | None = None
         self._unkillable: Worker | None = None
         self._turn = asyncio.Lock()  # held by the current operation
@@ -151,11 +139,11 @@ class WorkerLink:
 
     async def start(self) -> None:
         """Wait until the worker has opened its backend. Raises GPUError. Cancellation stops the waiting, but not the worker."""
-        await self._call("ping", None, self._answer_s)
+        await self._call("ping", None, _ANSWER_S)
 
     async def state(self, target: ProcessIdentity) -> ProcessState:
         """Return the process's checkpoint state, which is GONE if the process has ended. Raises GPUError."""
-        reply = await self._call("state", target, max(_STATE_S, self._answer_s))
+        reply = await self._call("state", target, _STATE_S)
         try:
             return ProcessState(reply.state or "")
         except ValueError:
@@ -163,7 +151,7 @@ class WorkerLink:
 
     async def lock(self, target: ProcessIdentity, timeout_ms: int) -> int:
         """Change RUNNING to LOCKED and return the microseconds it took. Raises GPUError; after NOT_READY the process is still running."""
-        deadline_s = timeout_ms / 1000 + self._answer_s
+        deadline_s = timeout_ms / 1000 + _ANSWER_S
         return (await self._call("lock", target, deadline_s, timeout_ms=timeout_ms)).elapsed_us
 
     async def checkpoint(self, target: ProcessIdentity, deadline_s: float) -> int:
@@ -174,15 +162,15 @@ class WorkerLink:
         return (await self._call("restore", target, deadline_s, moves=dict(moves) if moves else None)).elapsed_us
 
     async def unlock(self, target: ProcessIdentity) -> int:
-        return (await self._call("unlock", target, self._answer_s)).elapsed_us
+        return (await self._call("unlock", target, _ANSWER_S)).elapsed_us
 
     async def set_limit(self, device_id: str, group: str, mib: int | None) -> None:
         """Limit a control group's memory on a device, or remove the limit if `mib` is None. Raises GPUError."""
-        await self._call("set_limit", None, self._answer_s, device_id=device_id, group=group, mib=mib)
+        await self._call("set_limit", None, _ANSWER_S, device_id=device_id, group=group, mib=mib)
 
     async def read_limit(self, device_id: str, group: str) -> MemoryLimit | None:
         """Return a control group's memory limit on a device, or None if it has no limit. Raises GPUError."""
-        reply = await self._call("read_limit", None, self._answer_s, device_id=device_id, group=group)
+        reply = await self._call("read_limit", None, _ANSWER_S, device_id=device_id, group=group)
         return None if reply.limit is None else MemoryLimit(**reply.limit)
 
     def renew(self) -> None:
@@ -275,13 +263,13 @@ class WorkerLink:
         self._unexplained.clear()
         descriptors = () if self._claim is None else self._claim.descriptors()
         if self._service is not None:
-            worker = await connect(self._service, self.backend, descriptors, patience_s=self._answer_s)
+            worker = await connect(self._service, self.backend, descriptors, patience_s=_ANSWER_S)
         else:
-            worker, theirs = Worker.start(self._python, self.backend, descriptors)
+            worker, theirs = Worker.start(sys.executable, self.backend, descriptors)
             theirs.close()
         worker.channel.setblocking(False)
         self._worker = worker
-        greeting = await self._exchange(worker, b"", self._start_s, f"opening {self.backend}")
+        greeting = await self._exchange(worker, b"", START_S, f"opening {self.backend}")
         failure = greeting.failure()
         if failure is None and greeting.protocol != PROTOCOL:
             failure = GPUError(
@@ -327,7 +315,7 @@ class WorkerLink:
     async def _end(self, worker: Worker) -> None:
         """Wait for the worker to exit, so that its exit status is known. Kill the worker if it does not exit in time."""
         worker.channel.close()
-        if not await worker.wait(self._answer_s):
+        if not await worker.wait(_ANSWER_S):
             await self._kill()
         self._worker = None
 

@@ -41,8 +41,7 @@ class World:
         self.error: GPUError | None = None
         self.looks = 0
         self.looked = asyncio.Event()
-        self.asked_again_s = 0.0
-        self.gpu_activity = GpuActivity(cast("Broker", self), steady_s=lambda: self.asked_again_s)
+        self.gpu_activity = GpuActivity(cast("Broker", self))
 
     def lease(self, lease_id: str) -> LeaseView | None:
         return self.view if lease_id == LEASE else None

@@ -8,7 +8,7 @@ device reports nothing per process (or the processes use the MPS server), the de
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fractional_gpu.broker.broker import Broker
@@ -43,9 +43,8 @@ class Reading:
 
 
 class UtilisationMeter:
-    def __init__(self, broker: Broker, clock: Callable[[], int] = since_boot_us) -> None:
+    def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._clock = clock
         self._until_us: dict[str, int] = {}  # by device: the end of the last period
         self._settle_us: dict[str, int] = {}
 
@@ -55,7 +54,7 @@ class UtilisationMeter:
             beginning = _cell_of(kernel, view)
             if beginning is not None:
                 message_s, granted_s, resident_ms = beginning
-                now_us = self._clock()
+                now_us = since_boot_us()
                 runs_us = int((time.monotonic() - max(message_s, granted_s)) * 1_000_000)
                 since_us = now_us - min(runs_us, (now_ms() - resident_ms) * 1000)
                 starts = {}

@@ -267,15 +267,8 @@ _S: Final = 1_000_000  # microseconds
 
 
 class GpuActivity:
-    def __init__(
-        self,
-        broker: "Broker",
-        since_boot_us: Callable[[], int] = since_boot_us,
-        steady_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, broker: "Broker") -> None:
         self._broker = broker
-        self._since_boot_us = since_boot_us
-        self._steady_s = steady_s
         self._silent: dict[str, float] = {}  # devices that report nothing, with the time when each is read again
         self._settle_us = 0  # the longest of all devices
         self._news = asyncio.Event()
@@ -286,7 +279,7 @@ class GpuActivity:
         if kernel.in_use or kernel.identity is None:
             kernel.gpu_work.clear()
         elif kernel.gpu_work.idle_us is None:
-            kernel.gpu_work.idle_us, kernel.gpu_work.last_us = self._since_boot_us(), 0
+            kernel.gpu_work.idle_us, kernel.gpu_work.last_us = since_boot_us(), 0
             reports = self._looks and view.device_id not in self._silent
             known = reports or (self._looks and self._is_unknown(kernel))
             kernel.gpu_work.working = known and view.state is LeaseState.RESIDENT
@@ -315,7 +308,7 @@ class GpuActivity:
             return False
         devices = sorted(view.device_ids)
         known = {one.pid for one in self._broker.roots()}
-        since_us = self._since_boot_us() - int(UNANSWERED_QUIET_S * _S)
+        since_us = since_boot_us() - int(UNANSWERED_QUIET_S * _S)
         activities, snapshot = await asyncio.to_thread(self._read, devices, since_us, known)
         pids = self._pids(kernel, identity, snapshot)
         return all(
@@ -338,12 +331,12 @@ class GpuActivity:
                 self._conclude(kernel, working=False)
             elif kernel.gpu_work.idle_us is None or kernel.identity is None or view.device_id is None:
                 continue
-            elif self._steady_s() >= self._silent.get(view.device_id, 0.0):
+            elif time.monotonic() >= self._silent.get(view.device_id, 0.0):
                 found.append((kernel, kernel.identity, view.device_id))
         return found
 
     def _pause_s(self) -> float:
-        now_us = self._since_boot_us()
+        now_us = since_boot_us()
         working = [
             one for one in self._broker.kernels.values() if one.gpu_work.idle_us is not None and one.gpu_work.working
         ]
@@ -387,7 +380,7 @@ class GpuActivity:
                         "device %s does not report its processes' work: only kernels' messages show whether they are idle",
                         device_id,
                     )
-                self._silent[device_id] = self._steady_s() + _READ_AGAIN_S
+                self._silent[device_id] = time.monotonic() + _READ_AGAIN_S
             else:
                 self._silent.pop(device_id, None)
                 found[device_id] = activity
