@@ -561,7 +561,7 @@ _INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 def _profiled_with(profiler: str) -> str:
     return (
         f"it was profiled with {profiler}: NVIDIA's profiling interface (CUPTI) stays attached until the kernel restarts, and the driver "
-        "cannot save a process with it"
+        "cannot save such a process"
     )
 
 
@@ -664,7 +664,5 @@ def injected() -> str:
     for variable in _INJECTIONS:
         path = os.environ.get(variable)
         if path and (library := os.path.basename(os.path.realpath(path))) in mapped_files():  # noqa: PTH119 - cheap to import
-            return (
-                f"the profiler {library} is attached to it ({variable}), and the driver cannot save a process with it"
-            )
+            return f"the profiler {library} is attached to it ({variable}), and the driver cannot save such a process"
     return ""

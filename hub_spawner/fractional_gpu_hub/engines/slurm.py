@@ -276,14 +276,12 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     async def _gpu_cancel_leftovers(self) -> None:
         try:
             for job_id in await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name):
-                self.log.warning("Cancelling job %s, which an earlier start of %s left", job_id, self._log_name)
+                self.log.warning("Cancelling job %s, left behind by an earlier start of %s", job_id, self._log_name)
                 await cancel(self._gpu_prefix(), job_id)
         except EngineUnavailableError as error:
             raise spawn_error_of(error) from None
         except EngineError as error:
-            self.log.warning(
-                "Could not look for jobs that an earlier start of %s may have left: %s", self._log_name, error
-            )
+            self.log.warning("Could not look for jobs left behind by an earlier start of %s: %s", self._log_name, error)
 
     async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
         start = asyncio.ensure_future(super()._gpu_start_server())

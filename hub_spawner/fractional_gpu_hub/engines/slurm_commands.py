@@ -55,7 +55,7 @@ class JobState:
 
     @property
     def runs(self) -> bool:
-        """Whether the processes of the job may be alive."""
+        """Whether processes of the job could still be alive."""
         return self.state in _RUNS
 
     @property

@@ -1,10 +1,10 @@
-"""Gets the GPU of a server from the cluster's engine: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
+"""Lets a cluster's engine, such as Slurm, allocate the GPU for a server: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
 
-- The engine chooses the node, which registers the allocation as a seat at its own broker. The hub calls no broker.
+- The engine chooses the node. The node's agent or prolog registers the allocation as a seat at the node's broker. The hub calls no broker.
 - Offers come from the summaries that the agents on the nodes publish through the engine. They show the last known state and are not
   promises.
-- `gpu_take` converts a choice to an `Allocation`, and the `gpu_prepare` of a spawner converts that to a request to the engine. No other
-  user option reaches the engine.
+- `gpu_take` converts the user's choice to an `Allocation`. Each spawner's `gpu_prepare` converts the `Allocation` to a request to the
+  engine. No other user option reaches the engine.
 - While the engine queues the request, `gpu_queue` reports the reason and the expected end of the wait.
 """
 

@@ -66,7 +66,7 @@ class Metric:
 COUNTED = (
     Metric("counter", "leases_admitted", "Leases granted", ("pool",)),
     Metric("counter", "leases_refused", "Leases refused", ("reason",)),
-    Metric("counter", "leases_ended", "Leases that ended; reason `evicted` means by an administrator", ("reason",)),
+    Metric("counter", "leases_ended", "Leases that ended; `evicted`: an administrator ended them", ("reason",)),
     Metric("counter", "grants", "Times a kernel got its GPU", ("pool",)),
     Metric("counter", "declined", "Requests about leases that were declined", ("about", "reason")),
     Metric("histogram", "wait_seconds", "From the request for the GPU to the grant", ("pool",), _WAITS_S),

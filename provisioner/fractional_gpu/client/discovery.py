@@ -171,10 +171,10 @@ def _check_may_start(path: str) -> None:
 
     if name := own_workload(os.environ):
         raise BrokerUnavailableError(
-            f"no GPU broker is running at {path}, and none is started within {name}, because it would end with it, perhaps during a "
-            f"suspend. An administrator must start the node's broker (`jupyter gpu broker --service`), which serves all its jobs and pods, "
-            f"and JUPYTER_GPU_SOCKET must name its socket. If no other job or pod uses the GPUs of {name}, set {IN_WORKLOAD}=1 to start a "
-            "broker in it",
+            f"no GPU broker is running at {path}, and none is started within {name}, because the broker would end when {name} ends, "
+            f"perhaps during a suspend. An administrator must start the node's broker (`jupyter gpu broker --service`), which serves "
+            f"all its jobs and pods, and JUPYTER_GPU_SOCKET must name its socket. If no other job or pod "
+            f"uses the GPUs of {name}, set {IN_WORKLOAD}=1 to start a broker in it",
             reason="in-workload",
         )
 
@@ -431,4 +431,4 @@ def _short_path(path: str) -> str:
         if len(os.fsencode(str(short))) <= _LONGEST_PATH:
             _make_private(short.parent)
             return str(short)
-    raise AssertionError("a path in /tmp is short")
+    raise AssertionError("bug: even the socket's path in /tmp is too long for a UNIX socket")

@@ -34,7 +34,7 @@ class AsyncClient(Generic[C]):
         async with aclosing(self.stream(lambda client: [work(client)])) as results:
             async for result in results:
                 return result
-        raise AssertionError("there is one result")
+        raise AssertionError("bug: the call ended without a result")
 
     async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
         """Yield the items of `lines`, and raise its errors. Closing or cancelling the generator abandons the stream."""

@@ -24,7 +24,7 @@ ALLOWED = "grams per kWh as a number from 0 to 100000, or the path of a CSV file
 class Carbon:
     """Milligrams of CO2 per kWh.
 
-    Each figure is valid from its `from_s` on, in seconds since 1970. A single figure is always valid.
+    `from_s` has the time from which each figure applies, in seconds since 1970. If it is empty, a single figure applies at all times.
     """
 
     text: str  # the source of the figures, for people

@@ -56,8 +56,8 @@ class Pool(HasTraits):
     )
     oversubscription = Setting(
         values.or_word("unlimited", values.number(1, 1000)), "unlimited", 4, to="oversubscription_milli",
-        help="How many times its capacity the pool may promise in total: 4 means four times the memory of its devices. 'unlimited': "
-        "only host memory limits it. wait_bound also limits a hub's seats, and usually does so first.",
+        help="The most that the pool promises in total, as a multiple of its capacity: 4 means four times the memory of its devices. "
+        "'unlimited': only host memory limits it. wait_bound also limits a hub's seats, and usually does so first.",
     )
     idle_after = Setting(
         values.idle_after, "auto", "5m", to="idle_after_ms idle_auto",
@@ -106,8 +106,8 @@ class Pool(HasTraits):
     )
     unattached_hold = Setting(
         values.duration(), "15s", "1m", to="unattached_hold_ms",
-        help="How long memory stays reserved for a kernel without our extension that is about to start. After that, a waiting kernel "
-        "may get it.",
+        help="How long memory stays reserved for a kernel without our extension that is about to start. After that, it is free for a "
+        "waiting kernel.",
     )
     max_unused_hold = Setting(
         values.or_word("off", values.duration()), "off", "10m", to="max_unused_hold_ms",
@@ -116,12 +116,12 @@ class Pool(HasTraits):
     )
     unattached_leases = Setting(
         values.whole_number(1, 512), 64, 128, to="unattached_leases",
-        help="How many leases without a running kernel a user may have, for kernels that are starting or have ended.",
+        help="How many leases without a running kernel a user may have. These belong to kernels that are starting or have ended.",
     )
     unattached_share = Setting(
         values.share, "50%", "100%", to="unattached_share_milli",
-        help="The share of the pool that a user's leases without a running kernel may hold, or be promised, together. One such "
-        "lease is always allowed.",
+        help="The largest share of the pool that all leases of a user without a running kernel can hold, or be promised, together. "
+        "One such lease is always allowed.",
     )
     retry_refused = Setting(
         values.duration(), "30s", "1m", to="retry_refused_ms",
@@ -133,8 +133,8 @@ class Pool(HasTraits):
     )
     may_move = Setting(
         values.boolean, True, False, to="may_move",
-        help="Resume kernels on any device of the same model, if the driver can (580 or newer). False: only on the device that they "
-        "were suspended from.",
+        help="Resume kernels on any device of the same model, if the driver can (580 or newer). If False, kernels resume only on "
+        "the device that they were suspended from.",
     )
     move_busy = Setting(
         values.boolean, False, True, to="move_busy",
@@ -147,8 +147,8 @@ class Pool(HasTraits):
     compute = Setting(
         values.choice(Compute), "spread", "pack", to="compute",
         help="Which device a kernel goes to if several have enough memory: 'spread': one whose busy kernels leave enough compute; "
-        "'pack': the one where it fragments free memory the least, which also breaks ties of 'spread'. No kernel waits because of "
-        "compute.",
+        "'pack': the one where it fragments free memory the least. If 'spread' finds several devices, it chooses among them like 'pack'. "
+        "No kernel waits because of compute.",
     )
     slowdown_bound = Setting(
         values.number(0, 1000), 1, 1.5, to="slowdown_bound_milli",
@@ -224,13 +224,13 @@ class Pool(HasTraits):
     strangers = Setting(
         values.choice(Strangers), "yield", "refuse", to="strangers",
         help="What happens when programs that belong to no kernel of the broker use a device of the pool: 'yield': idle kernels are "
-        "suspended if these programs need their room; 'yield-busy': and busy ones if that is not enough; 'ignore': nothing; "
-        "'refuse': the broker ends these programs (SIGTERM, then SIGKILL) if its user may do that.",
+        "suspended if these programs need their room; 'yield-busy': busy kernels, too, if that is not enough; 'ignore': nothing; "
+        "'refuse': the broker ends these programs (SIGTERM, then SIGKILL) if its user is permitted to.",
     )
     after_kernel = Setting(
         values.choice(AfterKernel), "keep", "end", to="after_kernel",
         help="What happens to processes that a kernel started if they outlive it and hold device memory: 'keep': they keep running "
-        "and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
+        "and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user is permitted to.",
     )
     checkpoint_children = Setting(
         values.boolean, False, True, to="checkpoint_children",
@@ -240,12 +240,12 @@ class Pool(HasTraits):
     exclusive = Setting(
         values.boolean, False, True, to="exclusive",
         help="If the driver enforces memory limits: the pool's kernels, and all other processes in their control groups, cannot use "
-             "devices on which these kernels hold nothing. False: other programs of the same user or unit may use those devices.",
+             "devices on which these kernels hold nothing. If False, other programs of the same user or unit can use those devices.",
     )
     suspend_unseen = Setting(
         values.boolean, True, False, to="suspend_unseen",
         help="Suspend kernels without our extension (other languages). The broker cannot detect whether they use managed memory, "
-        "which the driver cannot save. False: they stay on their device.",
+        "which the driver cannot save. If False, such kernels stay on their device.",
     )
     hami_library = Setting(
         values.library, "", "/usr/local/vgpu/libvgpu.so", to="hami_library",

@@ -45,8 +45,8 @@ class Settings(HasTraits):
     # fmt: off
     state_dir = Setting(
         values.path("/var/lib/jupyter-gpu", "~/.local/state/jupyter-gpu"), "", "/var/lib/jupyter-gpu",
-        help="The folder of the ledger, the broker's database: an absolute path on a local disk, private to the broker. Empty: "
-        "/var/lib/jupyter-gpu for a system service; otherwise a folder per host and socket in the user's state folder "
+        help="The folder of the ledger, the broker's database: an absolute path on a local disk, private to the broker. If this "
+        "is empty, it is /var/lib/jupyter-gpu for a system service, and otherwise a folder per host and socket in the user's state folder "
         "(~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID if the state folder is on a network filesystem.",
     )
     ledger_limit = Setting(
@@ -78,7 +78,7 @@ class Settings(HasTraits):
     device_overhead = Setting(
         values.optional(values.memory), None, "500MiB",
         help="The memory on each device that no kernel may reserve. The driver needs it, and so do restores: a restore onto a full "
-        "device kills the process. None: 556MiB on real devices, 0 on simulated ones.",
+        "device kills the process. If None, this is 556MiB on real devices and 0 on simulated ones.",
     )
     lock_timeout = Setting(
         values.duration(least_ms=10), "2s", "5s",
@@ -96,12 +96,12 @@ class Settings(HasTraits):
     )
     default_pool = Setting(
         values.text, "", "default",
-        help="The pool of kernels that name no pool. Empty: the pool called 'default', or the only pool.",
+        help="The pool for kernels whose kernelspec names none. If this is empty, they get the pool called 'default', or the only pool.",
     )
     default_fraction = Setting(
         values.optional(values.fraction), None, "1/2",
-        help="The fraction of a GPU for kernels that name none, such as '1/2', 0.5 or '500m'. None: 1/4 if the default pool offers "
-        "it, else its smallest fraction.",
+        help="The fraction of a GPU for kernels whose kernelspec names none, such as '1/2', 0.5 or '500m'. If this is None, they get "
+        "1/4 if the default pool offers it, and otherwise the pool's smallest fraction.",
     )
     log_level = Setting(
         values.log_level, "INFO", "DEBUG",
@@ -114,19 +114,19 @@ class Settings(HasTraits):
     )
     device_kind = Setting(
         values.text, "", "example",
-        help="The kind of device that this broker manages. Empty: NVIDIA GPUs. Otherwise the name of a kind that an installed "
-        "package provides (docs/extending.md).",
+        help="The kind of device that this broker manages: empty for NVIDIA GPUs, or the name of a kind that an installed package "
+        "provides (docs/extending.md).",
     )
     admin_group = Setting(
         values.text, "", "gpu-admins",
-        help="A group of the operating system whose members are administrators, like root and the broker's own user: they may see "
-        "and control all users' kernels and drain devices. Empty: no group.",
+        help="A group of the operating system whose members are administrators, like root and the broker's own user: they can see "
+        "and control all users' kernels and drain devices. If this is empty, no group has these rights.",
     )
     account_of_unknown_uids = Setting(
         values.account, "", "nobody",
         help="A user of this machine to whom the limits, shares and budgets of all uids without a passwd entry apply. Subordinate uids "
         "count for their owner in /etc/subuid instead. Name a user that no person works as, because it can see what is charged to "
-        "it. Empty: each of these uids is a separate user.",
+        "it. If this is empty, each of these uids counts as a separate user.",
     )
     seats_required = Setting(
         values.boolean, False, True,
@@ -134,8 +134,8 @@ class Settings(HasTraits):
     )
     audit_file = Setting(
         values.path("/var/log/jupyter-gpu/audit.jsonl"), "", "/var/log/jupyter-gpu/audit.jsonl",
-        help="The file of the audit log, which records administrators' actions: an absolute path. Empty: audit.jsonl in the "
-        "ledger's folder.",
+        help="The file of the audit log, which records administrators' actions: an absolute path. If this is empty, it is "
+        "audit.jsonl in the ledger's folder.",
     )
     audit_max_size = Setting(
         values.file_size, "10MiB", "100MiB",
@@ -152,15 +152,15 @@ class Settings(HasTraits):
     )
     audit_required = Setting(
         values.boolean, True, False,
-        help="Refuse administrators' actions while the audit log cannot be written, for example because the disk is full. False: "
-        "carry them out, and write the missing entries to the broker's log.",
+        help="Refuse administrators' actions while the audit log cannot be written, for example because the disk is full. If "
+        "False, they are carried out, and the missing entries go to the broker's log.",
     )
     revocation_notice = Setting(
         values.notice_source, "", "/run/revoked",
         help="Where to look for a notice that this host is going away: the absolute path of a file, or a URL on 169.254.169.254, the "
         "address of clouds' metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google: "
         "http://169.254.169.254/computeMetadata/v1/instance/preempted). The broker checks it every 2 s. When a notice appears, "
-        "every user is told to save to disk; when it disappears, that it was withdrawn. Empty: no check.",
+        "every user is told to save to disk; when it disappears, that it was withdrawn. If this is empty, the broker checks nothing.",
     )
     revocation_drains = Setting(
         values.boolean, False, True,
@@ -198,12 +198,13 @@ class Settings(HasTraits):
     )
     metrics_address = Setting(
         values.metrics_address, "", "127.0.0.1:9464",
-        help="An IP address and a port at which Prometheus can read the metrics. Empty: none; the broker's socket always serves "
+        help="An IP address and a port at which Prometheus can read the metrics. If this is empty, only the broker's socket serves "
         "them. Every program that can reach the address can read the totals.",
     )
     metrics_public = Setting(
         values.boolean, False, True,
-        help="Allow a metrics_address that other machines can reach. False: only a loopback address such as 127.0.0.1 is allowed.",
+        help="Allow a metrics_address that other machines can reach. If False, only a loopback address such as 127.0.0.1 is "
+        "allowed.",
     )
     budgets = Setting(
         parse_budgets, [], [{"user": "*", "limit": "40 GPU hours", "per": "month"}],
@@ -221,7 +222,7 @@ class Settings(HasTraits):
     carbon = Setting(
         carbon.parse_setting, None, 350,
         help="The carbon dioxide per kWh of GPU energy, for reports: grams, or the path of a CSV file with the columns time and "
-        "g_per_kwh and one line per hour. None: reports show no carbon. Nothing is fetched over the network.",
+        "g_per_kwh and one line per hour. If None, reports show no carbon. Nothing is fetched over the network.",
     )
     usage_visible = Setting(
         values.one_of("own", "group", "all"), "own", "group",

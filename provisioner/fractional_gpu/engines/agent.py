@@ -146,8 +146,8 @@ class Agent:
         missing = ", ".join(sorted(set(self._rules.counts.values()) - set(known.values())))
         self._tell(
             "counts",
-            f"the node has no {missing} in the engine: its counts are not written, only the summary; `jupyter gpu node doctor` says "
-            "what to add"
+            f"the engine's record of this node lacks {missing}, so only the node's summary is written and not these counts; "
+            "`jupyter gpu node doctor` says what to add"
             if missing
             else "",
         )

@@ -168,7 +168,7 @@ async def test_a_disk_that_fills_up_after_the_act_is_said_so(log: AuditLog, monk
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(InternalBrokerError, match=r"so the outcome of 'drain' \(done\) is missing there"):
+    with pytest.raises(InternalBrokerError, match=r"so the outcome of 'drain' \(done\) is not recorded"):
         async with log.act("drain", "GPU-0", ROOT, {}):
             monkeypatch.setattr(os, "fsync", full)
     monkeypatch.undo()

@@ -50,7 +50,7 @@ _FIGURES: Final = (
     _Total("charged_gpu_seconds", "GPU time charged under the pool's terms, weighted by share", "charged_share", _SHARE_S),
     _Total("occupied_device_seconds", "Time for which leases held devices, divided among them by their shares", "occupied_us", 1e6),
     _Total("device_seconds", "Total time of all devices", "occupied_us", 1e6, of_leases=False),
-    _Total("lease_energy_joules", "Energy that leases drew, with their part of the idle draw", "energy_mj", 1e3),
+    _Total("lease_energy_joules", "Energy that leases drew, with their share of idle power", "energy_mj", 1e3),
     _Total("energy_joules", "Total energy that devices drew", "energy_mj", 1e3, of_leases=False),
     _Total("moved_bytes", "Device memory that suspends and resumes of leases moved", "moved_mib", 1 / 2**20),
     _Total("charged_amount", "Charges for leases, in units of the currency", "charge_milli", 1e3, in_money=True),

@@ -36,8 +36,8 @@ _DEVICE = ("device", "pool")
 _Sample = tuple[tuple[str, ...], float]
 
 BOOK_METRICS = (
-    Metric("gauge", "build_info", "1; version, and whether devices are simulated", ("version", "simulated")),
-    Metric("gauge", "device_info", "1; index and name of the device", ("device", "index", "name", "pool")),
+    Metric("gauge", "build_info", "Always 1; labels: version, and whether devices are simulated", ("version", "simulated")),
+    Metric("gauge", "device_info", "Always 1; labels: the device's index and name", ("device", "index", "name", "pool")),
     Metric("gauge", "device_memory_bytes", "Memory of the device", _DEVICE),
     Metric("gauge", "device_leasable_bytes", "Total memory available for leases", _DEVICE),
     Metric("gauge", "device_reserved_bytes", "Memory reserved by leases", _DEVICE),
@@ -54,7 +54,7 @@ BOOK_METRICS = (
     Metric("gauge", "leases", "Leases", ("pool", "state")),
     Metric("gauge", "queue_length", "Kernels waiting for the GPU", ("pool",)),
     Metric("gauge", "queue_longest_wait_seconds", "Longest current wait", ("pool",)),
-    Metric("gauge", "queue_over_bound", "Kernels that have waited longer than other kernels' turns explain", ("pool",)),
+    Metric("gauge", "queue_over_bound", "Kernels whose long wait is not explained by the turns of others", ("pool",)),
     Metric("gauge", "pool_wait_target_seconds", "The pool's wait_target", ("pool",)),
     Metric("gauge", "pool_wait_bound_ratio", "The pool's wait_bound", ("pool",)),
     Metric("gauge", "seats", "Seats of hub servers", ("pool",)),

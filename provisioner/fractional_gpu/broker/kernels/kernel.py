@@ -28,7 +28,8 @@ from fractional_gpu.protocol.status import KernelFacts
 class Request:
     """A client's request to suspend or resize that has not been answered yet.
 
-    A lease may have several of these at once. `declined` is the reason and the sentence of the arbiter's refusal.
+    A lease may have several of these at once. If the arbiter refuses the request, `declined` is set to a code for programs and a sentence
+    for users.
     """
 
     declined: tuple[str, str] | None = None
@@ -181,7 +182,7 @@ class Kernel:
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     def change(self) -> asyncio.Event:
-        """Return the event of the next change. To miss no change, take it before you read the state, then wait for it."""
+        """Return an event that is set at the next change. To miss no change, get the event before you read the state, then wait for it."""
         return self._change
 
     def notify(self) -> None:
@@ -361,7 +362,7 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec, *, in_job: bool = False)
 
 
 def remove_books(lease_id: str) -> None:
-    """Remove the file in which HAMi-core counted the memory of an ended lease. Do nothing if the broker may not remove it."""
+    """Remove the file in which HAMi-core counted the memory of an ended lease. Do nothing if the broker lacks the permission."""
     with suppress(PermissionError):
         _books(lease_id).unlink(missing_ok=True)
 

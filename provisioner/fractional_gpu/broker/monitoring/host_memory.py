@@ -129,7 +129,7 @@ class LoweredProcess:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a newer process with a value of `given` must have inherited the value, because its user may not set such a value."""
+        """Whether a newer process with a value of `given` must have inherited the value, because its user is not permitted to set it."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 

@@ -264,9 +264,9 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Count a cell as idle if it has not used the GPU for as long as the pool's `max_unused_hold`, until it uses the GPU.
+        """Count a cell as idle once it has not used the GPU for the pool's `max_unused_hold`, until it uses the GPU.
 
-        If another kernel took its memory meanwhile, this use counts as use without a lease until the cell's ticket is served.
+        If another kernel has taken its memory by then, this use counts as use without a lease until the cell's ticket is served.
         """
         cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
         if kernel.iopub is None or kernel.link is None or pool is None:

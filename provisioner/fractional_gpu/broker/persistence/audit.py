@@ -129,7 +129,7 @@ class AuditLog:
                 act.refused("failed", type(error).__name__)
             await self._write_failed(act, outcome)
             raise
-        await self._write_outcome(act, act.outcome, f"the outcome of {what!r} ({act.outcome}) is missing there")
+        await self._write_outcome(act, act.outcome, f"the outcome of {what!r} ({act.outcome}) is not recorded")
 
     async def check(self) -> None:
         try:
@@ -154,7 +154,7 @@ class AuditLog:
     async def _write_failed(self, act: AuditedAction, outcome: str) -> None:
         """Write the outcome of a failed action. If that is impossible, only log this, since the action's own error matters more."""
         try:
-            await self._write_outcome(act, outcome, f"the outcome of {act.what!r} ({outcome}) is missing there")
+            await self._write_outcome(act, outcome, f"the outcome of {act.what!r} ({outcome}) is not recorded")
         except InternalBrokerError as error:
             log.error("%s", error)  # noqa: TRY400 - a full disk is no defect of ours
 
@@ -168,7 +168,7 @@ class AuditLog:
         except OSError as error:
             line = act.line(outcome).decode().strip()
             if not self._required:
-                log.warning("the audit log %s cannot be written (%s); missing there: %s", self.path, error, line)
+                log.warning("the audit log %s cannot be written (%s); it lacks this line: %s", self.path, error, line)
                 return
             log.error("the audit log %s cannot be written (%s): %s", self.path, error, line)  # noqa: TRY400
             raise InternalBrokerError(

@@ -180,7 +180,7 @@ def remove_lease_file(folder: Path, lease_id: str) -> None:
 def _read(path: Path, kind: type[T]) -> T:
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         if not _is_private(os.fstat(file.fileno())):
-            raise ValueError("only its owner may be able to write to it")
+            raise ValueError("another user owns it or has permission to write to it")
         text = file.read(_LONGEST)
     try:
         return msgspec.json.decode(text, type=kind)

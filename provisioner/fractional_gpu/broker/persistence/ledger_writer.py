@@ -273,7 +273,7 @@ def _name(act: Callable[[], None]) -> str:
 def _reach(points: list[str], moment: str) -> None:
     for point in points:
         if files.reach(f"ledger.{point}.{moment}"):
-            raise LedgerError("the ledger cannot be used: a test says that the disk is full")
+            raise LedgerError("the ledger cannot be used: a test simulates that the disk is full")
 
 
 def _is_full(error: LedgerError) -> bool:

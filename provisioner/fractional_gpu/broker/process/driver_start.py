@@ -127,7 +127,8 @@ class DriverStart:
                 await self._worker.wait_for_previous_worker()
         except TimeoutError:
             log.warning(
-                "the worker of an earlier broker is still suspending or resuming a kernel, whose state is unknown until then"
+                "the checkpoint worker of an earlier broker is still suspending or resuming a kernel; until it "
+                "finishes, the state of that kernel is unknown"
             )
             return False
         return True
@@ -222,7 +223,7 @@ class Backend:
             try:
                 destroy(self.folder)
             except SimulatedHostError as error:
-                log.info("keeping the simulated host: %s", error)
+                log.info("the simulated devices are not removed: %s", error)
 
 
 @contextmanager
@@ -250,7 +251,9 @@ def open_backend(
             memory = DeviceMemoryServer(folder)
         except OSError as error:
             log.warning(
-                "simulated memory counts as memory of the processes that use it: %s cannot hold it (%s)", folder, error
+                "the server for simulated device memory in %s did not start (%s), so this memory is charged to the kernels' processes",
+                folder,
+                error,
             )
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)

@@ -151,7 +151,7 @@ class BrokerRun:
                         task.result()  # raise its error: a broker without its sampler, for example, must not continue
             finally:
                 await self._shut_down(tasks)
-        log.info("stopped; %s", "leases continue" if self.leases_live else "no lease was left")
+        log.info("stopped; %s", "leases continue" if self.leases_live else "no leases remain")
 
     def has_leases(self) -> bool:
         return bool(self.broker.kernels or self.service.seats.live() or lost_sentence(self.broker.lost))
@@ -179,7 +179,7 @@ class BrokerRun:
         broker.operations.sample = sampler.refresh
         self._configure(budget_mib)
         capacity = settings.capacity(budget_mib, max((spec.memory_mib for spec in self.specs), default=0))
-        log.info("suspended kernels may use %s of host memory: %s", format_memory(budget_mib), capacity)
+        log.info("%s of host memory is for suspended kernels: %s", format_memory(budget_mib), capacity)
         await self._take_back_leases(files, swaps)
         await sampler.sample()  # so that leases' use is known before any request is answered
         await driver.try_checkpoint(broker, swaps)

@@ -135,7 +135,7 @@ class PoolForecasts:
         there = f"{len(seats)} servers use it" if len(seats) != 1 else "1 server uses it"
         return PoolFull(
             "pool-full",
-            f"pool {pool.name!r} is full: {there}, and with one more of {format_fraction(request.fraction_milli)} GPU "
+            f"pool {pool.name!r} is full: {there}, and with another server of {format_fraction(request.fraction_milli)} GPU, "
             f"{percent(-(-chance // 1000))} of the cells would wait longer than {format_duration(hub.wait_target)} for the "
             f"GPU ({percent(hub.wait_bound)} are allowed)",
         )

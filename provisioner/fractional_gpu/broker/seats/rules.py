@@ -224,7 +224,7 @@ def check_seat_usage(
     more = "shut one of them down, or start the server again with more" if held.kernels else "request that or less"
     if earlier:
         named = " or ".join(f"`jupyter gpu end {lease_id[:8]}`" for lease_id in earlier)
-        more += f"; {named}, in a terminal of this server, ends one that an earlier run of the server left"
+        more += f"; {named}, in a terminal of this server, ends a kernel left behind by an earlier run of the server"
     if held.fraction_milli + asked.fraction_milli > seat.fraction_milli:
         others = f", of which its other kernels have {format_fraction(held.fraction_milli)}" if held.kernels else ""
         raise NoRoomError(

@@ -1,6 +1,6 @@
-"""Moves saved state to the machine's swap space some time after a suspend (`c.GPUBroker.page_out_after`), to make host memory free.
+"""Moves saved state to the machine's swap space some time after a suspend (`c.GPUBroker.page_out_after`), to free host memory.
 
-What is in swap space does not count against `host_memory`. It comes back when the kernel is resumed, at the speed of the swap device.
+State in swap space does not count against `host_memory`. A resume reads it back, at the speed of the swap device.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Pager:
         self.swapped_mib = 0  # how much saved state is in swap space
 
     async def run(self) -> None:
-        """Page out until this process turns out to lack the right to."""
+        """Page out suspended kernels until cancelled. If this process lacks the permission, log this once and do nothing more."""
         try:
             while True:
                 await self.look()
@@ -97,7 +97,7 @@ def _saved(kernel: Kernel) -> list[ProcessIdentity]:
 
 
 def _swapped(groups: list[tuple[list[ProcessIdentity], int]]) -> int:
-    """Return how much of the state saved in each group of processes is in swap space, in MiB, at most the MiB that it saved."""
+    """Return how many MiB of saved state are in swap space. Each kernel counts with at most the MiB that it saved."""
     total_mib = 0
     for identities, saved_mib in groups:
         group_mib = 0

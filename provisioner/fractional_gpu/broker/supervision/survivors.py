@@ -223,7 +223,7 @@ class Survivors:
         Returns once the arbiter knows about it, because only then may other leases get the rest of the lease's memory.
         """
         log.error(
-            "lease %s: %g s after its kernel ended, %s still counts its memory: until it is freed, it counts as used without a lease",
+            "lease %s: %g s after its kernel ended, %s still counts its memory, which counts as used without a lease until it is freed",
             kernel.lease_id[:8],
             FREED_S,
             ", ".join(device_ids),

@@ -63,4 +63,4 @@ def _injected(pid: int) -> str:
     if not library and not maps(pid, lambda path: path.rpartition("/")[2].startswith(_INJECTED)):
         return ""
     named = f" ({_INJECTION}={printable(library)[:100]})" if library else ""
-    return f"a profiler or debugger is attached to process {pid}{named}: the driver cannot save a process with one"
+    return f"a profiler or debugger is attached to process {pid}{named}, and the driver cannot save such a process"

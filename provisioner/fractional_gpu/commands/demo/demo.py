@@ -47,7 +47,8 @@ class DemoKernel:
 def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
     wrong = [f"{kernel.name} lost state" for kernel in kernels if not kernel.state_intact]
     return wrong + [
-        f"{one.name} was suspended {one.lease.suspends} and resumed {plural(one.lease.resumes, 'time')}, so this run proves nothing"
+        f"{one.name} was suspended {plural(one.lease.suspends, 'time')} and resumed {plural(one.lease.resumes, 'time')}, so this run "
+        "proves nothing"
         for one in kernels
         if not one.lease.suspends or not one.lease.resumes
     ]

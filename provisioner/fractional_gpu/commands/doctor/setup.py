@@ -304,7 +304,7 @@ def _check_imports(spec: InstalledSpec) -> Iterator[Finding]:
             f"install jupyter-fractional-gpu and ipykernel there, or {_INSTALL} for another base",
         )
     elif obstacle := plan_of(spec).obstacle:
-        yield warning("kernelspecs", f"{spec.name}: {obstacle}", "do what the finding says")
+        yield warning("kernelspecs", f"{spec.name}: {obstacle}", "follow the steps in this message")
 
 
 def _import_failure(python: str) -> str:

@@ -69,7 +69,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     # what synthetic users do; by default, as in the published trace
     habit: Annotated[Habit, _help("how they work: " + ", ".join(Habit))] = Habit.PUBLISHED
     pace: Annotated[Pace, _help("median GPU cell: 11 min (long), or 2 min and more cells (short)")] = Pace.LONG
-    memory_of: Annotated[Memory, _help("a session holds a session's peak memory, or one cell's")] = Memory.SESSION
+    memory_of: Annotated[Memory, _help("size of a session's memory: its peak, or one cell's")] = Memory.SESSION
     several_gpus: Annotated[Percent, _help("percent of sessions that use 4 or 8 GPUs")] = SEVERAL_PERCENT
     joint_starts: Annotated[Percent, _help(f"percent of users who start together, in classes of {CLASS_SIZE}")] = 0
     lunch: Annotated[Duration, _help("length of the lunch break, when no cell starts, at most 4h")] = Duration.of("0s")
@@ -103,11 +103,9 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
     # what to find out
     find_devices: Annotated[bool, _help("find the fewest devices, or hosts, with short enough waits")] = False
-    p95_wait: Annotated[Duration | None, _help("goal: the longest wait of 95 % of GPU cells; 3s without any goal")] = (
-        None
-    )
+    p95_wait: Annotated[Duration | None, _help("goal: the longest wait of 95 % of GPU cells; 3s without a goal")] = None
     p99_wait: Annotated[Duration | None, _help("goal: the longest wait of 99 % of GPU cells")] = None
-    p95_late: Annotated[Duration | None, _help("goal: the most lateness of 95 % of the cells of 95 % of users")] = None
+    p95_late: Annotated[Duration | None, _help("goal: how late 95 % of the cells of 95 % of users may be")] = None
     baselines: Annotated[tuple[str, ...], _help("also run: " + ", ".join(BASELINES))] = ()
     mps_fill: Annotated[Percent, _help("percent of a device that one cell uses, for mps-pack")] = MPS_FILL_PERCENT
     record: Annotated[str | None, _help("write the run line by line; gzip if the name ends in .gz")] = None
