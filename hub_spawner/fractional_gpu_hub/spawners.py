@@ -6,7 +6,7 @@ from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 
 class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Starts servers as users of the system, whose uids protect their leases from each other. The hub must run as root."""
+    """Starts servers as users of the system, so that users cannot access each other's leases. The hub must run as root."""
 
     def gpu_user_ids(self) -> tuple[int, int]:
         """Return the uid and gid of the system user."""

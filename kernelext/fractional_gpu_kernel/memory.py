@@ -382,7 +382,7 @@ def _torch_bytes(cuda: Any, index: int) -> int:  # noqa: ANN401 - as above
 
 
 def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
-    """Return whether the process has, or may have, a context on the device."""
+    """Return whether the process has, or could have, a context on the device."""
     has_context = getattr(getattr(torch, "_C", None), "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(index))
 
@@ -444,7 +444,7 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
     """Run `free_caches` on the main loop, and call `answer(word, detail)` once, from any thread. Never blocks.
 
     The word is "done", "managed" if the process cannot be saved, or "busy" if the main loop was not free in time. While a cell waits for
-    input, nothing is freed and the suspend may continue. The same applies if the callback is late in a kernel with a GUI event loop, which
+    input, nothing is freed and the suspend can continue. The same applies if the callback is late in a kernel with a GUI event loop, which
     may show a dialog while the kernel is idle.
     """
 

@@ -49,7 +49,7 @@ def test_stale_news_is_shown_with_its_age_and_counts_for_nothing() -> None:
     offers = offers_of([node(at_s=NOW_S - 7200)], TERMS)
     (pool,) = offers.pools
     assert not any(one.free for one in pool.fractions)
-    assert pool.fractions[0].sentence == "may not start at once: the nodes' figures are out of date"
+    assert pool.fractions[0].sentence == "might not start at once: the nodes' figures are out of date"
     assert "no update from n1 for 2 h" in page([node(at_s=NOW_S - 7200)])
 
 

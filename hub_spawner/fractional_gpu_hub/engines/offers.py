@@ -200,7 +200,7 @@ def _sentence(nodes: list[NodePool], at_once: list[NodePool], terms: Terms) -> s
             f"for the GPU, in 1 of 20 cases more than {format_duration(best.wait_p95_ms)}"
         )
     if nodes and all(terms.is_stale(node) for node in nodes):
-        return "may not start at once: the nodes' figures are out of date"
+        return "might not start at once: the nodes' figures are out of date"
     return "waits in the cluster's queue until a node has room"
 
 

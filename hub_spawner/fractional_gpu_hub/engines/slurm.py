@@ -8,7 +8,7 @@
   by this name, and cancelled when the server is stopped or before its next start.
 - A server has ended only if Slurm reports that its job has ended. A failure of the controller, of authentication or of `sudo` proves
   nothing.
-- The token of a server may only set the server's port. `batchspawner` would let it set any attribute, including commands.
+- With the token of a server, a request can only set the server's port. `batchspawner` would let it set any attribute, including commands.
 """
 
 import asyncio
@@ -252,7 +252,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     async def submit_batch_script(self) -> str:
         """Submit the job and save its number at once. Raises the error that stops the spawn.
 
-        If this is cancelled, the job may exist. A stop or the next start then finds the job by its name.
+        If this is cancelled, the job might have been submitted. A stop or the next start then finds it by its name.
         """
         environment = {name: str(value) for name, value in self.get_env().items()}
         words = [*self._gpu_prefix(), *self.gpu_sbatch(environment)]

@@ -334,7 +334,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell may run while the gate is shut.
+    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell is to run with the gate shut.
 
     Raises RefusedError or KeyboardInterrupt.
     """
@@ -436,7 +436,7 @@ class FirstGrant:
             self._hooks.after("torch", self._hold)
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Let torch reach the driver as soon as the environment variables name a device. This is fast and may be repeated."""
+        """Let torch reach the driver as soon as the environment variables name a device. This is fast and can be repeated."""
         if self.is_awaited and (environment.get(VISIBLE) or environment.get(SIMULATED)):
             self.is_due = True
             self.release()

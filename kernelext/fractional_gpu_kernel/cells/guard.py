@@ -204,7 +204,7 @@ class InputRequests:
         return prompt
 
     def _end(self, wait: object, marks: Sequence[object]) -> None:
-        """End the wait for input. This may be repeated after an interrupt."""
+        """End the wait for input. This can be repeated after an interrupt."""
         self._gate.go_on(marks)
         self._change(lambda: self._asking.pop(wait, None))
 

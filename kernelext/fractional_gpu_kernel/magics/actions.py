@@ -367,7 +367,7 @@ class Actions:
     def unpin(self, _: argparse.Namespace) -> None:
         self._pins.stop()
         self._steer(lambda client: client.because_of("`%gpu unpin`").unpin(self._settings.lease_id))
-        self._say("Not pinned: this kernel may be suspended when it is idle.")
+        self._say("Not pinned: this kernel can be suspended when it is idle.")
 
     def note(self, arguments: argparse.Namespace) -> None:
         lease_id, text = self._settings.lease_id, "" if arguments.clear else arguments.text

@@ -412,7 +412,7 @@ class Broker:
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
         """Return the ZeroMQ context that reaches the kernel's sockets.
 
-        If the broker may not enter the kernel's network namespace, record this in the lease's history and return None.
+        If the broker is not permitted to enter the kernel's network namespace, record this in the lease's history and return None.
         """
         try:
             return self._networks.context_for(kernel.lease_id, identity)

@@ -1,7 +1,7 @@
 """Metrics for Prometheus. Every event and effect of the arbiter passes through here.
 
-- `COUNTED` lists the metrics that are counted here. `metrics_routes.BOOK_METRICS` lists the metrics that are read from the
-  arbiter's state at each scrape. docs/metrics.md is generated from both.
+- `COUNTED` lists the metrics that are counted here. `metrics_routes.BOOK_METRICS` lists the metrics that are read from the arbiter's state
+  at each scrape. docs/metrics.md is generated from these two lists.
 - Labels come from the configuration and from sets in the code, never from users, leases, kernels or paths. Metrics with users in their
   labels are in `full_registry` only (`accounting.counters`).
 - Counters with known labels start at 0, because Prometheus sees no increase in a counter that appears with the value 1.

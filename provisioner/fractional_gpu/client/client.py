@@ -68,7 +68,7 @@ class BrokerClient:
     """Talks to the broker at `socket_path`. It connects only when a method is called.
 
     Pass the lease's `token`, or None to act with the rights of this process's user. `timeout_s` limits each wait for an answer, except in
-    calls that wait for the GPU, whose docstrings say so. `acting_for` names the administrator for whom a program calls, for the broker's
+    calls that wait for the GPU (their docstrings say so). `acting_for` names the administrator for whom a program calls, for the broker's
     audit log. Raises BadRequestError if this name is invalid.
     """
 

@@ -87,9 +87,9 @@ def socket_path() -> str:
 def _is_system_service_there() -> bool:
     """Return whether the machine has a system service.
 
-    It has one if the service's socket, the lock of a stopped service, or the service's unit exists. A file that this process may not access
-    counts as existing. If a user's broker started before the service or during its restart, that broker would take the devices, and the
-    service could not start.
+    It has one if the service's socket, the lock of a stopped service, or the service's unit exists. A file that this process is not
+    permitted to access counts as existing. If a user's broker started before the service or during its restart, that broker would take the
+    devices, and the service could not start.
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock", SYSTEM_UNIT):
         try:

@@ -165,7 +165,7 @@ class Connection:
 
     @property
     def retry_s(self) -> float:
-        """The seconds after which the request may be repeated."""
+        """How many seconds to wait before the request is repeated."""
         text = self._headers.get("retry-after", "")
         return min(float(text), _LONGEST_RETRY_S) if text.isascii() and text.isdigit() else 1.0
 

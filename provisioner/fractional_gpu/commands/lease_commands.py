@@ -180,7 +180,7 @@ class BulkCommand:
 class DeviceCommand(Generic[Request]):
     """A command for one or all devices.
 
-    `request` is as in `LeaseCommand`. `check` is called after the output and may raise CommandError.
+    `request` is as in `LeaseCommand`. `check` is called after the output and can raise CommandError.
     """
 
     description: str
@@ -294,7 +294,7 @@ def _moment(at_ms: int, now_ms: int) -> str:
 
 
 def _add_evict_arguments(parser: Parser) -> None:
-    parser.flag("--confirm", "confirm that the kernel's state may be lost")
+    parser.flag("--confirm", "confirm that the kernel's state will be lost")
     parser.argument("--why", "TEXT", "the reason, shown to the kernel's user", default="")
 
 

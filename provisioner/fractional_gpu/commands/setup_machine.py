@@ -44,7 +44,7 @@ _ENVIRONMENT: Final = Path("/opt/jupyter-fractional-gpu")
 _MODEL_MIB: Final = 4096  # in MiB; few models fit into less
 _CONFIG: Final = """\
 # Written by `jupyter gpu setup-machine`. `jupyter gpu broker --generate-config` explains every key.
-# `exclusive`: if the driver enforces memory limits, all programs of a user with kernels may use no more than these hold.
+# `exclusive`: if the driver enforces memory limits, a user's kernels and other programs together can use no more than the kernels hold.
 c.GPUBroker.admin_group = {admins!r}
 c.GPUBroker.pools = {pools!r}
 """
@@ -292,7 +292,7 @@ def _pools(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def propose_shares(sizes: list[int]) -> list[str]:
-    """Return the shares of a device that have room for a model, for devices of these sizes in MiB."""
+    """Return the shares into which a model fits, for devices of these sizes in MiB."""
     models = min(sizes, default=4 * _MODEL_MIB) // _MODEL_MIB
     return [*(f"1/{one}" for one in (8, 4, 2) if one <= models), "1"]
 

@@ -93,7 +93,7 @@ class Pool(HasTraits):
     )
     min_residency = Setting(
         values.duration(), "10s", "30s", to="min_residency_ms",
-        help="The minimum time a busy kernel stays on its device before another kernel may take its place.",
+        help="The minimum time a busy kernel stays on its device before another kernel can take its place.",
     )
     unattached_ttl = Setting(
         values.duration(least_ms=1000), "2m", "5m", to="unattached_ttl_ms",

@@ -3,7 +3,7 @@
 - Without an explicit file, every `jupyter_gpu_config.py` along Jupyter's configuration path is read. The system's file comes first and the
   user's last, so that the user's values win. The command line wins over all files.
 - An unknown class or setting is an error with a suggestion, although traitlets would only warn.
-- A configuration is a program, so a file that any user may write to is not run.
+- A configuration is a program, so a file that any user can write to is not run.
 - Loading checks everything that does not depend on the machine's devices. `managed` and `pool_specs` check the rest.
 """
 
@@ -147,7 +147,7 @@ class Settings(HasTraits):
     )
     audit_keep = Setting(
         values.or_word("forever", values.duration(least_ms=3_600_000)), "365d", "90d",
-        help="How long to keep audit log entries, such as '90d', or 'forever'. Entries may stay up to a quarter longer, because "
+        help="How long to keep audit log entries, such as '90d', or 'forever'. Entries can stay up to a quarter longer, because "
         "whole files are removed and each covers up to a quarter of this time.",
     )
     audit_required = Setting(

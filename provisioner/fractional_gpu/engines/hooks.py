@@ -1,9 +1,9 @@
 """Slurm's Prolog and Epilog on a node. The Prolog registers a job's allocation as a seat, and the Epilog ends the seat. They run as root.
 
 Slurm drains a node whose Prolog or Epilog fails, so both succeed even if the broker, the controller or the disk fails. Errors appear in the
-log and in the job's output. Slurm waits about ten seconds for a Prolog (BatchStartTimeout), of which the controller may take `CONTROLLER_S`
-and the broker `BROKER_S`. If they take longer, the agent registers the seat later. Neither the Prolog nor the Epilog starts a
-broker, because the broker would end with the job.
+log and in the job's output. Slurm waits about ten seconds for a Prolog (BatchStartTimeout). The Prolog waits for the controller for up to
+`CONTROLLER_S` and for the broker for up to `BROKER_S`. If they take longer, the agent registers the seat later. Neither the Prolog nor the
+Epilog starts a broker, because the broker would end with the job.
 """
 
 import re

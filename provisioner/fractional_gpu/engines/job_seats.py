@@ -139,7 +139,7 @@ class SeatFiles:
         self.folder = folder
 
     def prepare(self) -> None:
-        """Create the folder. Raises OSError, or EngineError if another user may have created it."""
+        """Create the folder. Raises OSError, or EngineError if another user might have created it."""
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.geteuid():

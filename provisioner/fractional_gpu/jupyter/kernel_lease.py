@@ -97,12 +97,12 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Return whether the process may be unable to exit because its GPU state is saved, or is being saved or restored."""
+        """Return whether the process might be unable to exit because its GPU state is saved, or is being saved or restored."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process may be blocked in a GPU call, which ignores interrupts."""
+        """Resume the lease if its process might be blocked in a GPU call, which ignores interrupts."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
@@ -277,6 +277,6 @@ def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict
 
 
 def environment_without(notice: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a kernel without a GPU, whose first cell shows the `notice`."""
+    """Return the environment for a kernel without a GPU. The kernel's first cell shows the `notice`."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     return {**clean, "CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_NOTICE": notice}

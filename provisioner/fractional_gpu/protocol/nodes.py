@@ -92,7 +92,7 @@ def parse_summary(text: str) -> NodeSummary:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return the JSON escape of a character that a summary may not contain. Compact JSON has these only in strings."""
+    """Return the JSON escape of a character that a summary must not contain. In compact JSON, such characters occur only in strings."""
     code = ord(found[0])
     if code > 0xFFFF:
         code -= 0x10000

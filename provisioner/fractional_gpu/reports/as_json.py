@@ -15,10 +15,10 @@ VERSION: Final = 1
 
 
 def as_json(report: UsageReport, by: Sequence[str]) -> str:
-    """Return a JSON object with `entries` for leases, `no_lease` for what no lease held, and `totals` of both, by currency.
+    """Return a JSON object with `entries` for leases, `no_lease` for what no lease held, and `totals` of these two by currency.
 
-    The report must have sums by user, or finer ones. Entries by user have an `account` in `of`, which is `hub` or `machine`, since a name
-    may occur in both.
+    The report must have sums by user, or finer ones. Entries by user have an `account` in `of`, which is `hub` or `machine`, since each can
+    have a user of the same name.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     found = {

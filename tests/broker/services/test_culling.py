@@ -60,7 +60,8 @@ def test_the_longest_idle_end_until_enough_host_memory_is_free(view: LeaseView) 
     assert culled(views[:1], SCARCE) == []
     why = to_cull(views, DAY_MS, BUDGET_MIB, SCARCE)["old"]
     assert (
-        why == "it has been idle for 23 h 59 min, and suspended kernels fill over 50 % of the host memory they may use"
+        why
+        == "it has been idle for 23 h 59 min, and suspended kernels fill over 50 % of the host memory allowed for them"
     )
 
 

@@ -169,7 +169,7 @@ class BudgetKeeper:
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
     def states(self, party: Party) -> list[BudgetState]:
-        """Return the budgets that count the use of this user, group and pool. The budget of which most is used up comes first."""
+        """Return the budgets that count the use of this user, group and pool. The budget that is closest to being used up comes first."""
         now_s, found = self._now_s(), []
         for index, budget in enumerate(self._spending.budgets):
             if (subject := budget.subject(party)) is not None:

@@ -4,7 +4,7 @@
   if the meter counts it.
 - Counts are kept in whole units of the meter (such as milli-GPU milliseconds) and converted at the scrape, so that rounding errors do not
   add up.
-- Users' names are personal data. Therefore `users` is a separate collector, which only administrators and the configured address may read.
+- Users' names are personal data. So `users` is a separate collector, only for administrators and the configured address.
 """
 
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""Sums the use of leases for the peers that may see it.
+"""Sums the use of leases for peers that are allowed to see it.
 
 - Users see their own figures. If `usage_visible` allows it, they also see one sum for each user, in their group or on the whole host, but
   never the names of others' notebooks. Administrators see everything.

@@ -2,8 +2,8 @@
 
 The broker connects to a kernel's sockets with its own rights. So it connects only to sockets that no other user can have put there:
 
-- A UNIX socket must be in a folder that the kernel's user owns and no other user can write to. No other user may be able to replace a
-  folder above it.
+- A UNIX socket must be in a folder that the kernel's user owns and no other user can write to. No folder above it can be replaced by
+  another user.
 - A TCP port must be on a loopback address, even if the kernel listens on all addresses. It must not be a port on which a system service
   listens.
 """

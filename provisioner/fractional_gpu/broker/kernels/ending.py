@@ -1,7 +1,7 @@
 """Ends processes, and explains an eviction to the user of the next kernel.
 
 - A process is identified by its start time and signalled through its pidfd, first with SIGTERM and after a grace period with SIGKILL. The
-  caller keeps listing the remaining processes, since they may start others while they end.
+  caller keeps listing the remaining processes, since these can start others while they end.
 - Jupyter restarts an evicted kernel under the same id with another lease. A sentence tells the new lease who ended the earlier kernel, when
   and why. It is kept in memory, for the last `_MOST` evictions only.
 """

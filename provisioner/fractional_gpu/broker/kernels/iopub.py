@@ -147,7 +147,7 @@ class IOPubWatch:
 
     @property
     def runs_cell(self) -> bool:
-        """Whether a cell is or may be running, as opposed to a completion, a tooltip, or a message from a widget or debugger."""
+        """Whether a cell is running, or could be. A completion, a tooltip, or a message from a widget or debugger does not count."""
         return not self.is_certain or not self._cells.isdisjoint(self._busy)
 
     @property

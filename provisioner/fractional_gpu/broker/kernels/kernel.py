@@ -213,7 +213,7 @@ class Kernel:
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
     def watch_runner(self, runner: ProcessIdentity | None, exited: Callable[[], object]) -> None:
-        """Call `exited` on the loop once a command's runner or a claim's holder has ended, if the broker may watch it."""
+        """Call `exited` on the loop once a command's runner or a claim's holder has ended, if the broker is permitted to watch it."""
         self._forget_runner()
         if runner is None:
             return
@@ -290,7 +290,7 @@ class Kernel:
 
     @property
     def handles_message(self) -> bool:
-        """Whether the kernel handles, or may handle, a message that counts as use of the GPU."""
+        """Whether the kernel is handling, or could be handling, a message that counts as use of the GPU."""
         # Doubt counts as use, because a live kernel to which the broker cannot listen may be running a cell. If the broker can never listen
         # to it, the counters show when to ask the gate, and the gate tells whether a cell runs before anything is saved. Without a gate,
         # nothing would bring the kernel back.

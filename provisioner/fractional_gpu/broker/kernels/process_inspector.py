@@ -1,6 +1,6 @@
 """Finds out the current state of kernels from the operating system, the driver and the devices.
 
-A `HostSnapshot` is one pass over /proc and one reading of each requested device. Several checks may share a snapshot, but only a new one
+A `HostSnapshot` is one pass over /proc and one reading of each requested device. Several checks can share a snapshot, but only a new one
 gives certainty. If no device lists a CUDA process, the process uses at most the memory that devices charge to no process. This holds only
 if devices are known to list pids of this pid namespace. Otherwise the memory use is unknown. A process that forked from a CUDA process
 without executing a program inherited a context that it cannot use. The driver's answers about it are meaningless. The driver is not asked

@@ -1,12 +1,12 @@
 """Files about leases outside the ledger: backup records of leases and seats. Also removes clients' token files.
 
-A broker that lost its ledger restores the leases of live kernels from small files next to its socket. Kernels cannot supply the pool,
-size, priority and seat, because they write their environment themselves. A file counts only if it belongs to this user, no other user may
-write to it, and it names the process that holds the lease (`lost_leases` checks that). The files are not synced to disk, because
-no process survives a reboot.
+A broker that lost its ledger restores the leases of live kernels from small files next to its socket. Kernels cannot supply the pool, size,
+priority and seat, because they write their environment themselves. A file counts only if it belongs to this user, no other user can write
+to it, and it names the process that holds the lease (`lost_leases` checks that). The files are not synced to disk, because no process
+survives a reboot.
 
 `remove_token_file` does not trust the path, which comes from the kernel's environment. It removes only `LEASE*.token` in a folder that
-belongs to the lease's user or root, and to which no other user may write. It runs in a separate thread, because the client's filesystem may
+belongs to the lease's user or root, and to which no other user can write. It runs in a separate thread, because the client's filesystem may
 hang.
 """
 
@@ -141,7 +141,7 @@ def _replace(folder: Path, name: str, text: bytes) -> None:
 def read_records(folder: Path, kind: type[T]) -> list[T]:
     """Return the records of this kind that a broker of this user left, oldest first.
 
-    Skips files that are unreadable or that other users may write to, and logs a warning.
+    Skips files that are unreadable or that other users can write to, and logs a warning.
     """
     try:
         status = folder.lstat()

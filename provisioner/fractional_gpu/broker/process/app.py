@@ -1,7 +1,7 @@
 """The broker as a process. There is one per socket, started by the first program that needs it.
 
-- A file lock next to the socket makes sure that a socket has only one broker. If two programs start a broker at the same time, both use
-  the same one.
+- A file lock next to the socket makes sure that a socket has only one broker. If two programs start a broker at the same time, only one
+  broker starts, and the two programs use it.
 - Claims on devices, which are names in the abstract socket namespace, keep brokers of different sockets or users from managing the same
   device.
 - `broker.json` next to the socket tells clients how to start this broker again after a crash.

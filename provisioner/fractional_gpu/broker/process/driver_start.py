@@ -4,8 +4,8 @@
   that dies. The next attempt follows after one second, and the pause doubles up to a minute.
 - Until an attempt succeeds, the broker works, but suspends no kernel. `Swaps.off` and the devices' `why_not` contain the reason and the
   time of the next attempt.
-- After a success both are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first attempt
-  succeeds, the self-test runs before the API answers.
+- After a success these reasons are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first
+  attempt succeeds, the self-test runs before the API answers.
 - The first attempt waits while an earlier broker's worker still runs an operation.
 """
 

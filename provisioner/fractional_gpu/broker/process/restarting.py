@@ -65,7 +65,7 @@ class BrokerOptions:
 
 
 def write_restart_files(options: BrokerOptions, socket: str) -> None:
-    """Write `broker.json` to both places. Raises OSError if the file next to the socket cannot be written."""
+    """Write `broker.json` next to the socket and in the state folder. Raises OSError if the file next to the socket cannot be written."""
     # A program that starts a broker wants to know at once whether one serves, so the broker must not stand by.
     started = asdict(replace(options, detach=False, stand_by=False, socket=socket))
     argument = json.dumps({name: value for name, value in started.items() if value is not None})

@@ -2,7 +2,7 @@
 
 For each fraction on offer, a forecast estimates how many more seats each device can take. The broker also uses this forecast to place seats
 (`core.seat_packing`). It assumes users with unknown habits, and respects the pool's `wait_bound`. The smallest estimate counts, so that
-Slurm or Kubernetes may grant any of the sizes on offer.
+Slurm or Kubernetes can grant any of the sizes on offer.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Revokes the leases of a seat that has ended. The same server's next seat may take them over; the rest are ended.
+"""Revokes the leases of a seat that has ended. The same server's next seat can take them over; the rest are ended.
 
 - A revoked lease is suspended and counts against its user (`core.revoke`). A lease without a process ends at once.
 - The next seat of the same user and server takes over the revoked leases that fit in addition to its other kernels.
 - If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended as in an eviction.
 - The ledger keeps the owner and the end of a seat as long as it has leases. If a lease's seat is neither live nor recorded, because the
-  ledger was lost, the lease counts as revoked from now on. Any server of its user may take it over.
+  ledger was lost, the lease counts as revoked from now on. Any server of its user can take it over.
 """
 
 import asyncio

@@ -164,7 +164,7 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Check the limits of the user, whose `revoked` leases count, too, and of the group. Raises NoRoomError."""
+    """Check the limits of the user and of the group. The user's `revoked` leases count, too. Raises NoRoomError."""
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
@@ -205,7 +205,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that `asked` fits into the seat, whose kernels hold `held`. The error names `earlier`, the leases of an earlier server.
+    """Check that the seat has room for `asked` in addition to `held`. The error names `earlier`, the leases of an earlier server.
 
     Raises ForbiddenError or NoRoomError.
     """
@@ -226,13 +226,13 @@ def check_seat_usage(
         named = " or ".join(f"`jupyter gpu end {lease_id[:8]}`" for lease_id in earlier)
         more += f"; {named}, in a terminal of this server, ends a kernel left behind by an earlier run of the server"
     if held.fraction_milli + asked.fraction_milli > seat.fraction_milli:
-        others = f", of which its other kernels have {format_fraction(held.fraction_milli)}" if held.kernels else ""
+        others = f", and its other kernels hold {format_fraction(held.fraction_milli)}" if held.kernels else ""
         raise NoRoomError(
             f"a kernel of {format_fraction(asked.fraction_milli)} GPU was requested, but {has}{others}; {more}",
             reason="seat-full",
         )
     if held.memory_mib + asked.memory_mib > seat.memory_mib:
-        others = f", of which its other kernels have {format_memory(held.memory_mib)}" if held.kernels else ""
+        others = f", and its other kernels hold {format_memory(held.memory_mib)}" if held.kernels else ""
         raise NoRoomError(
             f"a kernel with {format_memory(asked.memory_mib)} was requested, but {has}{others}; {more}",
             reason="seat-memory",

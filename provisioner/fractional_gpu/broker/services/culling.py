@@ -25,7 +25,7 @@ End = Callable[[Kernel, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CullRule:
-    """When to end a kernel: after `after_ms` without use, or if saved state fills over `above_percent` of the host memory it may use.
+    """When to end a kernel: after `after_ms` without use, or if saved state fills over `above_percent` of the host memory allowed for it.
 
     None for `after_ms` switches the first condition off, and 100 for `above_percent` the second.
     """
@@ -50,7 +50,7 @@ def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullR
         scarce = (
             ""
             if is_old
-            else f", and suspended kernels fill over {rule.above_percent} % of the host memory they may use"
+            else f", and suspended kernels fill over {rule.above_percent} % of the host memory allowed for them"
         )
         found[view.spec.lease_id] = f"it has been idle for {format_duration(idle_ms)}{scarce}"
     return found

@@ -37,7 +37,7 @@ LONGEST_DEADLINE_MS = 7 * 86_400_000
 async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:
     """Drain a device, which stays drained when the broker restarts. Raises LedgerError.
 
-    If cancelled, the ledger may record the drain before the arbiter knows about it.
+    After a cancellation, the ledger can contain a drain that the arbiter does not know about.
     """
     at_ms = now_ms()
     deadline_ms = 0 if deadline_in_ms is None else broker.deadlines.now_ms() + deadline_in_ms

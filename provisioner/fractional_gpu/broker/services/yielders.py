@@ -100,14 +100,14 @@ class Yielder:
         return sum(one.used_mib for one in held[device_id]), sum(now_mib.get(one.pid, 0) for one in held[device_id])
 
     def _may_ask(self, kernel: Kernel, device_ids: Collection[str]) -> bool:
-        """Whether the kernel waits for memory of one of these devices, and the server may be asked for it."""
+        """Whether the kernel waits for memory of one of these devices, and the settings allow asking the server on its behalf."""
         arbiter = self._broker.arbiter
         view = arbiter.lease(kernel.lease_id)
         is_own = view is not None and not view.spec.seat and self._uids == {kernel.uid}
         return (self._everyone or is_own) and not set(device_ids).isdisjoint(arbiter.stranger_devices(kernel.lease_id))
 
     async def _ask(self) -> None:
-        """Ask the server to release memory, if it may be asked for one of the kernels. Tell their users, and measure the effect."""
+        """Ask the server to release memory if `_may_ask` is true of a kernel. Tell the users of such kernels, and measure the effect."""
         server, strangers, self._asked = self._server, dict(self._broker.enforcement.strangers), ""
         self._uids, self._held = await asyncio.to_thread(_holdings, server, strangers)
         if not any(self._may_ask(kernel, self._held) for kernel in self._broker.kernels.values()):

@@ -47,7 +47,7 @@ _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 class _StrangerToEnd:
     """A process without a lease that will be ended.
 
-    Holds when it was first seen, whether it got SIGTERM, and whether the broker's user may signal it.
+    Holds when it was first seen, whether it got SIGTERM, and whether the broker's user is permitted to signal it.
     """
 
     since_s: float

@@ -1,4 +1,4 @@
-"""Memory caps that the driver enforces. Each control group may use as much memory of a device as its leases hold there.
+"""Memory caps that the driver enforces. Each control group can use only as much memory of a device as its leases hold there.
 
 A group is limited if it contains only processes of one seat or user (`own_group`). The broker raises the group's limit
 before one of its leases uses or returns to a device, and lowers it after a suspend. The limit ends with the group's last lease.

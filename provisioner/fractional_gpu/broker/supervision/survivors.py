@@ -220,7 +220,7 @@ class Survivors:
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
         """Count device memory that was not freed as memory that is used without a lease.
 
-        Returns once the arbiter knows about it, because only then may other leases get the rest of the lease's memory.
+        Returns once the arbiter knows about it, because only then can other leases get the rest of the lease's memory.
         """
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory, which counts as used without a lease until it is freed",

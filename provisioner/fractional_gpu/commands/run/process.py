@@ -3,7 +3,7 @@
 - The process first runs a small program (`stub`), so that the broker knows its pid before the command replaces this program.
 - The command has its own process group. If the runner has the terminal, it gives the terminal to this group, so that Ctrl-C and Ctrl-Z
   reach the command as from any shell. When the command stops, the runner takes the terminal back and stops, too. A shell's `fg` continues
-  both.
+  the command and the runner.
 - The command inherits what it would inherit without the runner: descriptors, ignored or blocked signals, niceness, processors and limits.
 - The runner passes signals on to the group. A second SIGINT, SIGTERM or SIGHUP kills the group with SIGKILL.
 """
@@ -118,7 +118,7 @@ class HeldCommand:
 
 
 def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Map each of these signals that is not ignored to the handler. `nohup` and background jobs ignore some signals."""
+    """Map each of these signals to the handler, except the ignored ones. `nohup` and background jobs ignore some signals."""
     return {number: handler for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
 
 

@@ -55,7 +55,7 @@ examples:
 The exit status is the command's; if a signal kills the command, the same signal kills this program ($? is 128 + N). Signals are passed
 on to the command; a second SIGINT, SIGTERM or SIGHUP kills it.
 `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
-The command may be suspended while it neither uses the GPU nor, with --serve, has a connection. It loses nothing, and resumes automatically.
+The command can be suspended while it neither uses the GPU nor, with --serve, has a connection. It loses nothing, and resumes automatically.
 """
 
 
