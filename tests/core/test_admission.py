@@ -50,7 +50,7 @@ def test_a_refusal_counts_kernels_that_do_not_run_apart() -> None:
     hand.send(ProcessExited(at_ms=hand.now, lease_id="b"))
     hand.wait(60_000)
     sentence = _refused(hand.request("c", 500)).sentence
-    assert "500 MiB of that to a kernel that has not started or has ended (counted for 1 min at most)" in sentence
+    assert "500 MiB of that to a kernel that has not started or has ended (counted for up to 1 min more)" in sentence
     assert sentence.endswith("; try again when they have ended, or ask for a smaller fraction")
     assert _refused(hand.request("c", 900)).sentence.endswith("; shut a kernel down, or ask for a smaller fraction")
 

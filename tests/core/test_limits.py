@@ -52,7 +52,7 @@ def test_kernels_that_do_not_run_are_counted_and_told_apart() -> None:
     _start(hand, "a", group="students")
     _start(hand, "b", group="students")
     hand.send(ProcessExited(at_ms=hand.now, lease_id="b"))
-    apart = "2 of at most 2 kernels in pool 'p', among them a kernel that has not started or has ended (counted for 2 min at most): shut"
+    apart = "2 of at most 2 kernels in pool 'p', among them a kernel that has not started or has ended (counted for up to 2 min more): shut"
     for refused in (_refusal(_start(hand, "c")), _refusal(_start(hand, "c", owner="bob", group="students"))):
         assert refused is not None
         assert apart in refused.sentence

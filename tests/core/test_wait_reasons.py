@@ -54,8 +54,8 @@ def test_a_cell_that_has_not_used_the_gpu_is_told_with_what_helps(owner: str) ->
     run(hand, "a", owner=owner, label="slow.ipynb")
     hand.send(lease_measured(0, "a", 0))
     remedies = {"ann": "interrupt it and start it with %%cpu, or have an", "bob": "its user can interrupt it, or an"}
-    told = "is running a cell that has not used the GPU, and keeps its room until it ends"
-    assert waits(hand).endswith(f"{told}: {remedies[owner]} administrator evict it")
+    told = "is running a cell that has not used the GPU, and keeps its room until the cell ends"
+    assert waits(hand).endswith(f"{told}: {remedies[owner]} administrator evict the kernel")
     hand.send(lease_measured(0, "a", 100))
     assert waits(hand).endswith("is running a cell")
 

@@ -134,8 +134,8 @@ def its_cell_keeps_its_room_and_the_wait_says_what_to_do(world: World, first: No
     looked(world)
     waits = second.send(ALLOCATE)
     lines = (str(message["content"].get("data", {}).get("text/plain", "")) for message in second.messages(waits))
-    line = next(line for line in lines if "has not used the GPU, and keeps its room until it ends" in line)
-    assert "start it with %%cpu, or have an administrator evict it" in line
+    line = next(line for line in lines if "has not used the GPU, and keeps its room until the cell ends" in line)
+    assert "start it with %%cpu, or have an administrator evict the kernel" in line
     go.touch()
     assert first.wait(cell).status == second.wait(waits).status == "ok"
 

@@ -417,7 +417,7 @@ def _holding(lease: Lease) -> Holding | None:
     """Return what the meter counts for the lease, or None if the lease has no process, even if room is reserved for it.
 
     The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
-    outlived its kernel, may run on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.
+    outlived its kernel, might run on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.
     """
     spec, held = lease.spec, lease.held_mib > 0
     if lease.state in _WITHOUT_PROCESS:

@@ -176,7 +176,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Put a lease in quarantine, where it keeps all memory that it may hold, and ask the driver for the lease's real state."""
+        """Put a lease in quarantine and ask the driver for its real state. Until then, all memory that it might hold stays reserved."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))

@@ -76,7 +76,7 @@ class Suspend(DeviceEffect):
 class CloseGate(LeaseEffect):
     """The resident lease must make room once its running cell has ended. Let this cell continue, and hold back the next one.
 
-    Send `Wanted` when the kernel asks to run that cell. A kernel without our extension asks by starting it. `Granted` opens the gate again.
+    Send `Wanted` when the kernel asks to run that cell, or starts it without our extension. `Granted` opens the gate again.
     """
 
 

@@ -192,7 +192,7 @@ class Unwanted(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyChanged(LeaseEvent):
-    """The kernel became busy or idle. `by_cell` is true if a cell is, or may be, among the messages that keep the kernel busy."""
+    """The kernel became busy or idle. `by_cell` is true if a cell is, or might be, among the messages that keep the kernel busy."""
 
     busy: bool
     by_cell: bool = True
@@ -285,7 +285,7 @@ class ResizeRequested(LeaseEvent):
     """A new size is requested for an existing lease. The answer is `Declined`, or `Resized`, at once or when there is room.
 
     A resident lease that grows keeps its reservation until its device has room for more, and idle neighbours are suspended for it. An idle
-    lease that may move goes to a device with room. A new request replaces an older one that still waits.
+    lease that can move goes to a device with room. A new request replaces an older one that still waits.
     """
 
     fraction_milli: int

@@ -178,7 +178,7 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
 
 
 def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
-    """Return the idle leases to suspend on the device, or None if they do not free enough or may not be suspended."""
+    """Return the idle leases to suspend on the device, or None if that would not free enough or is not allowed."""
     short_mib = lease.need_mib - capacity.total_mib(device_id)
     if short_mib <= 0:
         return None  # leases that are already leaving free enough, so the resume follows later

@@ -61,7 +61,7 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
 def suspend_idle(changes: "Changes") -> bool:
     """Suspend leases that have been idle long enough, and schedule a recheck for the others.
 
-    Return True if one of the suspended leases was waiting to grow on its device, because the room kept for it is free again.
+    Return whether this freed room that was kept for the growth of one of the suspended leases.
     """
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):

@@ -324,7 +324,7 @@ class Lifecycle:
             sentence = f"the kernel is {lease.state}: only a resident kernel can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)
         elif lease.left_behind:
-            sentence = f"its kernel has ended, but {lease.left_behind} may still be using the device: end it, or wait for its turn to end"
+            sentence = f"its kernel has ended, but {lease.left_behind} might still be using the device: end it, or wait for its turn to end"
             self._changes.decline_suspend(lease, "busy", sentence)
         elif lease.busy:
             self._changes.decline_suspend(

@@ -103,7 +103,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
 def share_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Return a refusal if a new lease, which may replace `instead_of`, exceeds a limit of its user, group or pool; otherwise None."""
+    """Return a refusal if a new lease (replacing `instead_of`, if given) exceeds a limit of its user, group or pool; otherwise None."""
     by_limit = _limit_refusal(books, pool, spec, instead_of)
     return by_limit or _oversubscription_refusal(books, pool, spec, instead_of)
 
@@ -206,7 +206,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
     """Describe leases without a process, and say when the last of them expires."""
     left_ms = max((lease.expires_ms or 0) - books.now_ms for lease in leases)
     who, has = ("a kernel", "has") if len(leases) == 1 else (f"{len(leases)} kernels", "have")
-    return f"{who} that {has} not started or {has} ended (counted for {format_duration(max(1000, left_ms))} at most)"
+    return f"{who} that {has} not started or {has} ended (counted for up to {format_duration(max(1000, left_ms))} more)"
 
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
         return Reason(
             f"wait.{who}-limit",
             f"{format_gpus(milli)} is needed, but {who} {account.name!r} has {format_gpus(account.resident_milli)} of at most "
-            f"{format_gpus(most)} on devices at the same time: it waits until one of these kernels makes room",
+            f"{format_gpus(most)} on devices at the same time: this kernel waits until another kernel of the {who} makes room",
             tuple(account.holders),
         )
     return None

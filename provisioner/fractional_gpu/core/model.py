@@ -224,7 +224,7 @@ class LeaseSpec:
     claim_ms: int = 0
 
     def is_same_user(self, other: "LeaseSpec") -> bool:
-        """Return whether both leases belong to the same system user of the same owner. Only then may a message about one name the other."""
+        """Return whether both leases belong to the same system user of the same owner. Only then can messages about one name the other."""
         return (self.owner, self.uid) == (other.owner, other.uid)
 
 

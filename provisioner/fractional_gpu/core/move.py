@@ -76,7 +76,7 @@ class Migrations:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
-        why = f"it also fits there, and makes room for {name_for(victim, lease)}"
+        why = f"it also fits on another device, and makes room for {name_for(victim, lease)}"
         return self._move(victim, victim.held_mib, "move.defragment", why, lease)
 
     def _move(self, lease: Lease, need_mib: int, reason: str, sentence: str, beneficiary: Lease | None = None) -> bool:
@@ -347,8 +347,8 @@ def empty_devices(changes: Changes) -> None:
     """In each pool with `empty_devices`, begin the next move that helps to empty a device, while swap channels are free.
 
     The leases of a device move to fuller devices of its kind, so that none moves back. They move only if all of them can, because a
-    half-empty device is of no use. They must have been idle for a while, must not be expected to run soon, and must swap within the pool's
-    limit for early swaps.
+    half-empty device is of no use. They must have been idle for a while and must not be expected to run soon, and their swaps must stay
+    within the pool's limit for early swaps.
     """
     books = changes.books
     for pool in books.pools.values():

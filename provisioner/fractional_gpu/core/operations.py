@@ -7,7 +7,7 @@ this state with a `LeaseRecovered` event (`recovered`). The lease has no process
 suspended, or is in an unknown state. It then keeps the memory that it really holds, even if that exceeds what is free. A lease in an
 unknown state is quarantined.
 
-**Quarantined leases** keep all memory that they may hold. The broker checks again until it knows their real state (`truth_found`).
+**Quarantined leases** keep all memory that they might hold. The broker checks again until it knows their real state (`truth_found`).
 """
 
 from fractional_gpu.core.changes import Changes

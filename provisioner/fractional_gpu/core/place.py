@@ -99,14 +99,14 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how many thousandths of a device other busy leases may need so that the newcomer stays within its pool's bound."""
+    """Return how many thousandths of a device other busy leases can need before the newcomer exceeds its pool's bound."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
     """Return how full of busy leases the device is for a newcomer, in coarse steps. Values from `FULL` up are beyond the pool's bound.
 
-    `room_milli` is how many thousandths of the device the neighbours may need. Leases in `leaving` do not count.
+    `room_milli` is how many thousandths of the device the neighbours can need within that bound. Leases in `leaving` do not count.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -125,7 +125,7 @@ def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]])
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
-    """Return by how much the newcomer would exceed the pool's bound on the device, in coarse steps, or 0 if the pool does not spread."""
+    """Return how far the newcomer would exceed the pool's bound on the device, in coarse steps, or 0 if the pool does not spread."""
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)

@@ -1,9 +1,9 @@
 """One pass over the queue. It visits every ticket that waits for room once, in order, and serves it if possible.
 
-`Turns` defines the order, and `QueuePass._visit` the cases. A ticket that would not fit even if every lease that may leave left just waits,
-and nothing is suspended for it (law 3). A ticket may be overtaken at most K times. After that, room is kept for it (law 4).
+`Turns` defines the order, and `QueuePass._visit` the cases. If a ticket would not fit even without all leases that can leave, it waits,
+and nothing is suspended for it (law 3). A ticket is passed over at most K times (`max_passed_over`) before room is kept for it (law 4).
 
-**Patience.** Virtual time alone does not bound a wait, because an owner's small lease may use up the owner's share forever while a large
+**Patience.** Virtual time alone does not bound a wait, because an owner's small lease can use up the owner's share forever while a large
 lease waits. So a ticket becomes due after it has waited twice as long as its share explains (`patience_ms`). A due ticket precedes all
 others and preempts regardless of virtual time.
 
@@ -14,11 +14,11 @@ preemption policy. If idle leases cannot make room for a ticket, the pass closes
   is pinned or soon after a failed suspend. Its running cell continues.
 - Its next cell asks before it runs, and queues behind the ticket. Until that cell is let in, its kernel runs nothing, so the lease can
   be suspended like an idle one.
-- If several leases must leave, the first that finishes its cell waits for the others, because one of them may run a cell that never ends.
+- If several leases must leave, the first that finishes its cell waits for the others, because one of them might run a cell that never ends.
   It waits at most for the time that its own swap takes, or for a second if that is longer (`gate_opens_ms`). Then it is not asked again
   for another minimum residency.
 
-A pass only chooses gates. Only the last pass of an event closes and opens them (`settle_gates`), because an earlier pass may ask for room
+A pass only chooses gates. Only the last pass of an event closes and opens them (`settle_gates`), because an earlier pass can ask for room
 that the same event frees later. If a step frees room that a ticket visited earlier might use, another pass follows (`needs_another`).
 """
 
@@ -290,7 +290,7 @@ class QueuePass:
             self._grant(lease, targets)
             self.capacity.release(lease, targets)  # it has that room now
         else:
-            sentence = "the kernel is being moved; another kernel is moved first"
+            sentence = "this kernel will be moved after another one"
             self._set_wait(lease, ticket, Reason("wait.swap-channel", sentence))
         return False
 
@@ -319,10 +319,10 @@ class QueuePass:
         return lease.held_mib > held_mib and self._count_passed_over(lease, ticket, chosen, urgent=urgent_waits)
 
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
-        """Grant the devices to the lease, and ask for another pass if this may free room.
+        """Grant the devices to the lease, and ask for another pass if this can free room.
 
         If the owner reaches a limit, the room kept for the owner's other tickets becomes free. If the lease was using its devices without a
-        reservation, it may have freed room there, and other tickets bound to those devices may need more or go elsewhere.
+        reservation, this can free room there, and other tickets bound to those devices can then need more or go elsewhere.
         """
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
@@ -342,7 +342,7 @@ class QueuePass:
         for victim in plan.victims:
             if not self._may_begin(victim):
                 break
-            mine = "suspend.user-limit", f"idle, and its user needs its share for {name_for(victim, lease)}"
+            mine = "suspend.user-limit", f"idle, and its user needs this share for {name_for(victim, lease)}"
             self._begin_suspend(victim, lease, mine if victim in own else _suspend_reason(victim, lease))
 
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
@@ -380,9 +380,9 @@ class QueuePass:
         return ticket_of(lease).passed_over >= self._books.policy(lease).max_passed_over
 
     def _keep_waiting(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a waiting ticket that was passed over K times.
+        """Keep room for a waiting ticket that was passed over as often as its pool allows.
 
-        Idle leases are suspended one by one, because they may never all be idle at the same time. This is done only on devices that could
+        Idle leases are suspended one by one, because they might never all be idle at the same time. This is done only on devices that could
         serve the ticket if every lease that can ever leave left.
         """
         if not self._is_overdue(lease):
@@ -409,7 +409,7 @@ class QueuePass:
             self._set_wait(lease, ticket, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(dict.fromkeys(blockers))))
 
     def _keep_room(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a ticket that was passed over K times, on one more device after each further K times."""
+        """Keep room for a ticket on enough devices, and on one more each time it is again passed over as often as its pool allows."""
         most = self._books.policy(lease).max_passed_over
         number = lease.count + max(0, ticket.passed_over - most) // max(1, most)
         ticket.kept_on = self.capacity.devices_to_keep(lease, devices, lease.ask_mib, number)
@@ -417,7 +417,7 @@ class QueuePass:
             self.capacity.keep(lease, device_id, lease.ask_mib)
 
     def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> bool:
-        """Count each earlier ticket as passed over that could have used the granted room and no longer fits.
+        """If an earlier ticket could have used the granted room and no longer fits, count that it was passed over once more.
 
         Return whether any ticket moves ahead as a result. `urgent` is true if an urgent ticket is waiting.
         """
@@ -461,7 +461,7 @@ class QueuePass:
                 self._closes.append(victim)
 
     def _choose_openings(self) -> None:
-        """Choose the gates to open, because no ticket needs them closed or because they have been closed for too long."""
+        """Choose the gates to open: those that no ticket needs closed, and those that have been closed for too long."""
         if not self._changes.channel_free:
             return  # without a swap channel the pass made no complete plan, so the gates stay as they are until a swap ends
         for lease in self._books.gates_closed:

@@ -138,7 +138,7 @@ class _QueueSimulation:
                 yield _FreedMemory(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
 
     def _gives_back_ms(self, lease: Lease, beneficiary: Lease) -> int | None:
-        """Return when the lease can free its memory, in ms from now, or None if this is unknown or never."""
+        """Return when the lease can free its memory, in ms from now, or None if the time is unknown or it never can."""
         books, forecasts = self._books, self._forecasts
         if lease.state is LeaseState.SUSPENDING:
             return self._swap_left_ms(lease)

@@ -5,7 +5,7 @@
   suspended. Idle neighbours are suspended for the claim, or the lease moves to a device with room, if the lease is idle and movable. A
   newer request replaces the claim.
 - **Reservations that follow use.** Such a reservation exceeds the use by the pool's headroom, plus the growth between the last two
-  measurements, which counts up to another headroom. So a kernel that grows steadily stays within its reservation even if a measurement is
+  measurements, but at most by twice the headroom. So a kernel that grows steadily stays within its reservation even if a measurement is
   missed.
 - **Memory caps.** Frameworks limit themselves. `MemoryCaps` catches allocations that bypass these limits. After `GRACE_MS` it notifies the
   kernel, once per excess, and applies the pool's policy (`Breach`), regardless of minimum residency.
@@ -199,9 +199,9 @@ SLACK_MIB = 16
 """An excess of less than this is ignored, because each process's use is rounded up."""
 
 _WHAT_FOLLOWS = {
-    Breach.WARN: "free some memory: other kernels may run out because of this",
-    Breach.SUSPEND: "it is suspended when idle and resumed only where all of it fits: free some memory, or ask for a larger share",
-    Breach.KILL: "this pool ends its processes on the device: ask for a larger share",
+    Breach.WARN: "free some memory: other kernels might run out of memory because of this",
+    Breach.SUSPEND: "it is suspended when idle and resumed only where all its memory fits: free some memory, or ask for a larger share",
+    Breach.KILL: "this pool ends the kernel's processes on the device: ask for a larger share",
 }
 
 

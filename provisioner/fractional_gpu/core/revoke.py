@@ -171,7 +171,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for saving leases. It has, for each swap channel, the leases in order with their latest starts, and the leases to be lost."""
+    """A plan for saving leases: for each swap channel, its leases in order with their latest starts; and the leases to be lost."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)
@@ -400,7 +400,7 @@ _MOST_PRIORITY_STEPS = 10
 
 
 def value_of(worked_ms: int, priority: int) -> int:
-    """Return a lease's value. This is the time that its cells ran on a device plus a minute.
+    """Return a lease's value. This is a minute plus the time that its cells ran on a device.
 
     The value doubles with each step of priority above 0, and halves with each step below 0.
     """

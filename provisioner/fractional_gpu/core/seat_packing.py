@@ -55,7 +55,7 @@ class SeatLoad:
 class SeatDevice:
     """A device and its seats.
 
-    Suspended kernels may resume on any device of the same `kind`. If `kind` is empty, they may only resume on this device.
+    Suspended kernels can resume on any device of the same `kind`. If `kind` is empty, they can only resume on this device.
     """
 
     device_id: str
@@ -98,7 +98,7 @@ class _Group:
 
 
 def _bins_of(devices: int) -> int:
-    """Return into how many bins the devices' memory is divided. All have equally many, so a seat that fills a device fills its bins."""
+    """Return into how many bins the devices' memory is divided. Each has equally many, so a seat that fills a device fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])

@@ -158,7 +158,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time of the lease, or of its owner if `other` has another owner, then the busy milli-GPU and the weight."""
+    """Return the lease's virtual time, busy milli-GPU and weight, or those of its owner if `other` has another owner."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -343,7 +343,7 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The leases to suspend to make room for a ticket on these devices. There may be none if suspends in progress already free enough."""
+    """The leases to suspend to make room for a ticket on these devices. There are none if suspends in progress already free enough."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]
@@ -352,8 +352,8 @@ class Plan:
 class Capacity:
     """The room that one pass over the queue can still give out. Room that is promised to a ticket is not available to later tickets.
 
-    Room that current and planned suspends will free counts, too. `promise` keeps this room before the suspends begin, because they may have
-    to wait for a swap channel.
+    Room that current and planned suspends will free counts, too. `promise` keeps this room before the suspends begin, because they might
+    have to wait for a swap channel.
     """
 
     def __init__(self, books: Books) -> None:
@@ -438,7 +438,7 @@ class Capacity:
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
     def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
-        """Keep room on the device for a lease. The room may be free now or later. A second call for the same lease has no effect."""
+        """Keep room on the device for a lease. The room need not be free yet. A second call for the same lease has no effect."""
         self._kept[device_id].setdefault(lease.lease_id, need_mib)
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:

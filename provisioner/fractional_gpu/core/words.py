@@ -4,7 +4,7 @@ A wait has a reason, which consists of a code, a sentence and the leases in the 
 ticket's lease, the last pass over the queue, a pause after a failed resume, or the room on its devices. For each lease in the way, a clause
 of the sentence says what the lease does and until when. Kernels of the same user are named by their labels. Any other kernel is "another
 user's kernel", without the messages of its driver or process. Its owner is named only for processes that an ended kernel left behind,
-because the owner may not know about them.
+because the owner might not know about them.
 """
 
 from collections.abc import Sequence
@@ -203,9 +203,7 @@ def _doing(books: Books, lease: Lease, *, mine: bool) -> str:
             return f"{runs} and cannot be suspended: {lease.unsuspendable_reason}"
         if lease.is_measured and not lease.used_mib and lease.spec.gated:  # it could start to use the GPU at any time
             remedy = "interrupt it and start it with %%cpu, or have an" if mine else "its user can interrupt it, or an"
-            return (
-                f"{runs} that has not used the GPU, and keeps its room until it ends: {remedy} administrator evict it"
-            )
+            return f"{runs} that has not used the GPU, and keeps its room until the cell ends: {remedy} administrator evict the kernel"
         return f"{runs} and {pinned}" if pinned else runs
     if lease.is_unsuspendable:
         return f"cannot be suspended: {lease.unsuspendable_reason}"
@@ -236,7 +234,7 @@ def _about(ms: int) -> str:
 def _left_behind(lease: Lease, *, mine: bool) -> str:
     """Say which processes outlived their kernel, who owned the kernel, and how to end the processes.
 
-    The message may name the owner to other users, because the ended kernel has no cell in which the owner would see it.
+    The message names the owner even to other users, because the ended kernel has no cell in which the owner would see it.
     """
     owner = lease.spec.owner
     whose = display_name(lease) if mine else f"a kernel of {owner}"

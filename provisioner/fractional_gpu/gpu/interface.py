@@ -191,7 +191,7 @@ class Checkpointer(Protocol):
     def checkpoint(self, pid: int) -> None:
         """Change the state from LOCKED to CHECKPOINTED and move device memory to host memory.
 
-        Raises GPUError. The process may then be broken.
+        Raises GPUError. After an error, the process might be broken.
         """
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:

@@ -19,7 +19,7 @@ from fractional_gpu.host.own_group import group_of_self
 async def try_memory_limit(
     worker: WorkerLink, monitor: Monitor, device_id: str, device_mib: int, *, exempt_pids: set[int] | None = None
 ) -> LimitTrial:
-    """Try a limit. This takes seconds. Cancellation kills the child and removes its group, which removes the limit, too."""
+    """Try a limit. This takes seconds. Cancellation kills the child and removes its group with the limit."""
     try:
         with _group() as (group, folder):
             await worker.set_limit(device_id, group, device_mib)

@@ -70,7 +70,7 @@ class WorkerClaim:
         return True
 
     def _take_name(self) -> bool:
-        """Claim the worker's abstract socket address. Return False if an earlier broker's worker may still hold it."""
+        """Claim the worker's abstract socket address. Return False if an earlier broker's worker might still hold it."""
         digest = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:32]
         found = NameClaim.take(b"\0jupyter-gpu-worker-" + digest.encode("ascii"))
         if isinstance(found, NameClaim):
@@ -110,8 +110,8 @@ _ALONE_S: Final = 2.0  # a worker whose broker is gone ends this long after a li
 class WorkerLink:
     """A connection to one worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
-    If another container starts the worker, `service` is the socket of its service, and a claim is required. The caller closes `claim` after
-    closing the link.
+    If another container starts the worker, `service` is the socket of that container's service, and a claim is required. The caller closes
+    `claim` after closing the link.
     """
 
     def __init__(self, backend: str, *, claim: WorkerClaim | None = None, service: str | None = None) -> None:

@@ -61,7 +61,7 @@ def levels_up(root: PurePosixPath) -> int:
 
 @cache
 def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPath | None:
-    """Return the path on the host of the group whose folder has this inode and is `levels` below `whole`, the mount of the hierarchy."""
+    """Search `levels` below the mount `whole` for the group whose folder has this inode, and return the group's path on the host."""
     for folder in whole.glob("/".join(["*"] * levels)):
         try:
             status = folder.stat()
@@ -73,7 +73,7 @@ def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPa
 
 
 def absolute(path: PurePosixPath, own: PurePosixPath) -> PurePosixPath:
-    """Return the path on the host of the group that a process in the group `own` sees as `path`."""
+    """Return a group's path on the host. A process in the group `own` sees the group as `path`."""
     names = path.parts[1:]
     ups = next((number for number, name in enumerate(names) if name != ".."), len(names))
     above = [own, *own.parents, *[ROOT] * ups][ups]

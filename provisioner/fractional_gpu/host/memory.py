@@ -114,7 +114,7 @@ class LimitReader:
 
 
 def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
-    """Return the folders of the groups that may count the process's memory, from its own group upwards, by control group version.
+    """Return the folders of the groups that can count the process's memory, from its own group upwards, by control group version.
 
     Raises ProcessLookupError or OSError.
     """
@@ -173,7 +173,7 @@ def _room(limit: int, left: int, name: str) -> Headroom:
 
 
 def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
-    """Return the folders of the groups in /proc/PID/cgroup that may count memory, and the folders of their parents."""
+    """Return the folders of the groups in /proc/PID/cgroup that can count memory, and the folders of their parents."""
     found: dict[int, list[Path]] = {}
     for line in lines_of(groups):
         number, controllers, seen = line.split(":", 2)

@@ -1,7 +1,7 @@
 """Processes in other namespaces: translating pids, and running code in another network namespace.
 
 SO_PEERCRED reports the pid of a socket's peer in our namespace, but a pid in a message is from the peer's namespace. `NSpid` in
-/proc/PID/status lists both. Open a namespace before you identify its process, because the pid may be reused but the descriptor may not.
+/proc/PID/status lists both. Open a namespace before you identify its process, because the pid can be reused but the descriptor cannot.
 Never resolve a path below the root of another process (/proc/PID/root), because a link there that begins with `/` leads to the caller's own
 files.
 """

@@ -37,7 +37,7 @@ def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
 def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
     """Return the group that only the process's user or seat uses, or None. Blocks.
 
-    Kernels of other users in the group may later prove that it is shared (see `HardCaps`).
+    If kernels of other users appear in the group later, it is shared after all (see `HardCaps`).
     """
     try:
         leaf = group_of(pid, proc=proc)

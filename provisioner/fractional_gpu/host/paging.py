@@ -22,7 +22,7 @@ class _Range(ctypes.Structure):
 
 
 def large_ranges(pid: int) -> list[tuple[int, int]]:
-    """Return start and length of the process's large anonymous memory, in pieces. Raises OSError."""
+    """Return a list of (start, length) ranges that cover the process's large anonymous mappings. Raises OSError."""
     found = []
     for line in entries(f"/proc/{pid}/maps", b"\n"):
         if plain := _ANONYMOUS.fullmatch(line):
@@ -41,5 +41,5 @@ def page_out(pidfd: int, start: int, length: int) -> None:
 
 
 def swapped_mib(pid: int) -> int:
-    """Return how much of the process is in swap space, in MiB. Raises OSError or ValueError."""
+    """Return how much of the process's memory is in swap space, in MiB. Raises OSError or ValueError."""
     return int(status_field(read_of(pid, "status"), b"VmSwap").split()[0]) >> 10

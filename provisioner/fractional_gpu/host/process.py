@@ -4,7 +4,7 @@
   again: from then on the pid cannot be reused. Only thread-group leaders have an identity, although /proc also has a folder for each thread
   id.
 - A zombie counts as dead, unless it exited before its threads, which keep its memory. Reading without permission raises PermissionError.
-- A process chooses the size of its environment, command line and mappings, which may be gigabytes (PR_SET_MM). Read them only with
+- A process chooses the size of its environment, command line and mappings, which can be gigabytes (PR_SET_MM). Read them only with
   `pieces`, which stops after 8 MiB, and never on an event loop.
 """
 
@@ -119,7 +119,7 @@ def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
 
 
 def owner_uid(pid: int, *, proc: Path = PROC) -> int:
-    """Return the process's real uid, even if the process may not be traced and /proc/PID belongs to root. Raises ProcessLookupError."""
+    """Return the process's real uid, even if /proc/PID belongs to root, because tracing is forbidden. Raises ProcessLookupError."""
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
@@ -455,7 +455,7 @@ _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Return whether the process maps a file whose path `fits`. Return `unreadable` if its maps cannot be read. Blocks."""
+    """Return whether the process maps a file whose path satisfies `fits`. Return `unreadable` if its maps cannot be read. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -465,7 +465,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a file open whose path `fits`. Return True if it has 65,536 or more descriptors. Blocks."""
+    """Return whether the process has a file open whose path satisfies `fits`. Return True if it has 65,536 or more descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:

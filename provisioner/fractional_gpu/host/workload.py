@@ -100,7 +100,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Return whether this process serves the whole host and not just a pod, where process 1 has the same control group. Raises OSError."""
+    """Return whether this process serves the whole host, not just a pod. Process 1 of a pod has the same control group. Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 

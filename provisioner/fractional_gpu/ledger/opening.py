@@ -100,7 +100,7 @@ def exists(path: Path) -> bool:
 
 
 def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
-    """Write the open ledger, whose files may be gone, to `<file>.whole`, and return when it is on disk.
+    """Write the open ledger to `<file>.whole`, even if the ledger's files are gone, and return when it is on disk.
 
     The caller must hold the lock. Raises sqlite3.Error or OSError, and then leaves no `.whole` file.
     """

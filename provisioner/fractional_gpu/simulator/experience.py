@@ -80,7 +80,7 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """The number of waits that may still exceed a limit before their percentile exceeds it, too.
+    """The number of further waits that can exceed a limit before their percentile exceeds it, too.
 
     The percentile p of n times (nearest rank) is within a limit if and only if at most n - ceil(n p) of the times exceed the limit. Times
     are only added. So if more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.

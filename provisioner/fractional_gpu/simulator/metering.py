@@ -2,8 +2,8 @@
 
 Each host has the broker's meter (`core.metering.meter`), which reads the arbiter's views and does not affect decisions. A device draws its
 idle power, plus the difference to its peak power multiplied by the cells' use. Noise of n percent multiplies each power and each measured
-use by a random factor of at least `_LEAST`. The factors are normally distributed around 1 with that deviation, and depend only on the seed.
-The power of swaps is left out.
+use by a random factor of at least `_LEAST`. The factors are normally distributed around 1 with that standard deviation, and depend only on
+the seed. The power of swaps is left out.
 """
 
 import json

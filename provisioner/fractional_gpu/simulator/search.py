@@ -19,7 +19,7 @@ def fewest(
 
     The search begins at `start` and goes up or down, first by an eighth of `start` and then by twice as much each time, until one number
     meets the goal and a smaller number misses it. Then it bisects. More devices do not always mean shorter waits (docs/simulator.md), so
-    a much smaller number may meet the goal, too. Raise SimulationError if even `most` are too few.
+    a much smaller number might meet the goal, too. Raise SimulationError if even `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
@@ -45,7 +45,7 @@ def fewest(
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
-    """Return the largest number of devices that cells need at the same time. About this number is needed to keep waits short.
+    """Return the largest number of devices that cells need at the same time. About this many are needed to keep waits short.
 
     Each cell takes up its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raise
     SimulationError for a session that the host cannot serve.

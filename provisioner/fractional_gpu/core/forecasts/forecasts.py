@@ -141,7 +141,7 @@ def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> i
 
 
 class Rhythm(NamedTuple):
-    """The time in which a lease's next cell is likely to start, and the probability in thousandths that it starts then."""
+    """The period in which a lease's next cell is likely to start, and the probability in thousandths that it starts then."""
 
     from_ms: int
     until_ms: int
@@ -266,7 +266,7 @@ class _CellTimes:
 
 @dataclass
 class Forecasts:
-    """All forecasts. A driver can save the fields and start the next arbiter with them. They do not include running cells and gaps."""
+    """All forecasts. A driver can save the fields and start the next arbiter with them. The fields leave out running cells and gaps."""
 
     version: Literal[3] = 3
     swaps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # (MiB, ms), by kind and device
@@ -480,7 +480,7 @@ class Forecasts:
         return self._stated(SEAT, pool, worked_out)
 
     def seat_given(self, pool: str, worked_out: Span, stated: Span, waited_ms: int) -> None:
-        """Learn from a wait for a seat. Both given forecasts were made when the wait started."""
+        """Learn from a wait for a seat. `worked_out` and `stated` were forecast when the wait started."""
         self._record_outcome(SEAT, pool, worked_out, waited_ms, stated=stated)
 
     # -- demands, signs, memory held, sizes ----------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps the daily records of all notebooks and seats, and which of them have changed since the last `take_changed`."""
+    """Keeps the daily records of all notebooks and seats, and notes which records have changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}

@@ -45,7 +45,7 @@ class Subject(NamedTuple):
     account: str = ""  # for users, one of `ACCOUNTS`; empty for a group or, in an extension, for both users
 
     def includes(self, other: "Subject") -> bool:
-        """Return whether `other` is this subject. One without an account includes the hub user and the system user of its name."""
+        """Return whether `other` is this subject. A subject without an account includes the hub user and system user of its name."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 

@@ -8,7 +8,7 @@ the wall clock is set, an hour can become longer or shorter, but the sums do not
 
 **Energy.** Between two readings of a device's counter, the energy above the idle draw is divided among the leases that ran cells there, in
 proportion to their work. The work is the busy time multiplied by the measured utilisation, or by the share if the utilisation was not
-measured. The idle draw is divided among the leases that hold the device, in proportion to their part of its time. The pool is charged for
+measured. The idle draw is divided among the leases that hold the device, in proportion to their parts of its time. The pool is charged for
 the rest, which is the idle draw while no lease held the device and the energy above it while no cell ran. All parts add up to the energy
 that was read.
 
@@ -53,7 +53,7 @@ class Holding:
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease, whose time is counted up to `since_ms`. `carry` holds the parts of amounts that are too small to be booked yet."""
+    """A lease. Its time has been counted up to `since_ms`. `carry` holds the parts of amounts that are too small to be booked yet."""
 
     holding: Holding
     since_ms: int

@@ -82,7 +82,7 @@ class Accounts:
                     lease.meter.usage += lease.milli * passed_ms
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return the virtual time of the lease's owner and that of the lease, by which fair shares are compared."""
+        """Return two virtual times, the owner's and the lease's. They are compared to share devices fairly."""
         return self.of(lease).time_ms, lease.time_ms
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class Accounts:
             self._stop_contending(lease, account, now_ms)
 
     def fall_behind(self, lease: Lease) -> None:
-        """Put the lease's owner behind all contending owners of the pool, because the lease had its turn, but its process did not start."""
+        """Put the lease's owner behind all contending owners of the pool. The lease had its turn, but its process did not start."""
         if not self._shares_by_time(lease):
             return
         account = self.of(lease)

@@ -255,7 +255,7 @@ class Books:
         return [device.deadline_ms for device in there if device.deadline_ms is not None]
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return the virtual time of the lease's owner and that of the lease, by which fair shares are compared."""
+        """Return two virtual times, the owner's and the lease's. They are compared to share devices fairly."""
         return self.accounts.share(lease)
 
     # -- pools and devices -----------------------------------------------------------------------------------------------
@@ -312,10 +312,10 @@ class Books:
         return {lease.spec.pool for lease in self.waiting.values()}
 
     def line(self, pool: str) -> list[Lease]:
-        """Return the pool's waiting leases in the order that users see, which is by priority, urgency and age.
+        """Return the pool's waiting leases in the order that users see: by priority, then by urgency, then by age.
 
-        In a pool that shares by virtual time, virtual time precedes age. The order of service can differ: moving leases are served
-        first, and some tickets for which room is kept are served earlier (`Turns`).
+        A pool that shares by virtual time compares virtual times before ages. The order of service can differ: moving leases are
+        served first, and some tickets for which room is kept are served earlier (`Turns`).
         """
         return sorted([lease for lease in self.waiting.values() if lease.spec.pool == pool], key=self._rank)
 

@@ -403,7 +403,7 @@ class Lease:
     def host_margin_mib(self) -> int:
         """The host memory to reserve beyond `host_need_mib` if the host has room, so that the suspend does not fail if the estimate is low.
 
-        A lease may use more by the time it is locked. The margin covers small allocations (`HOST_MARGIN_MIB`), allocations that grow with
+        A lease might use more by the time it is locked. The margin covers small allocations (`HOST_MARGIN_MIB`), allocations that grow with
         the data (one part in `HOST_MARGIN_PARTS`) and, while the lease is busy, the growth between two measurements. No margin is needed
         for a size that was counted under locks (`host_floor_mib`) or after the caches were freed.
         """

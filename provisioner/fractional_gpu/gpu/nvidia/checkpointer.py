@@ -1,8 +1,8 @@
 """Controls the CUDA state of other processes through the driver's checkpoint calls.
 
-- Use this only in a separate process, because a call may hang. Clean its environment first (`driver_environment`), because a move must name
-  every device, and a variable may hide some.
-- The driver is asked only about processes that map its library. For other processes its answer depends on the release.
+- Use this only in a separate process, because a call can hang. Clean its environment first (`driver_environment`), because a move must name
+  every device, and a variable can hide some.
+- The driver is asked only about processes that map its library. For other processes the answer depends on the driver's release.
 - Thread ids are refused, and processes that have ended are reported as NO_SUCH_PROCESS. Only the caller, which holds a pidfd, can make sure
   that a pid still belongs to the intended process.
 - A lock always has a time limit. Without one, the driver would wait forever.

@@ -1,7 +1,7 @@
 """Memory limits on control groups, enforced by the driver. NVML has these calls since release 615, for control groups of version 2.
 
 Setting a limit requires root. A limit applies to all device memory of the processes in the group and in the groups below it, including
-their contexts.
+CUDA contexts.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 A missing library, driver or device is not an error: `devices()` returns an empty list, and `why_none` explains why. Each call tries again,
 so a driver that is loaded later is found. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG
-mode, `devices()` lists the instances. Activity, power and energy are missing for instances, because NVML does not document them there. The
+mode, `devices()` lists the instances. For instances, activity, power and energy are missing, because NVML does not document them. The
 memory that the driver reserves counts neither as available nor as used.
 
 The hard part is the driver's utilisation samples. For each process, the driver returns one sample: the mean rate since the requested time,
@@ -248,7 +248,7 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock was set since the last reading of the device. `known` has `_steps` at that time, by device."""
+        """Return whether the wall clock was set since the last reading of the device. `known` has `_steps` at that reading, by device."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps

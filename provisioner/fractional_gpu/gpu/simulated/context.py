@@ -137,7 +137,7 @@ class Gate:
             pause = min(_LAST_POLL_S, pause * 1.5)
 
     def _look(self) -> None:
-        """Raise an error if this process has failed. Undo a lock operation if the process that performs it has died."""
+        """Raise an error if this process has failed. Undo a lock operation if the process that performed it has died."""
         _living(self._store, self._key)
         if os.pread(self._file, 1, 0) == WANTED:
             settle_if_abandoned(self._store, self._key)

@@ -49,7 +49,7 @@ _parents: list[Context] = []
 
 
 class Buffer:
-    """Device memory of this process. It is freed by `free`, at the end of a `with` block, or with the last reference to it."""
+    """Device memory of this process. It is freed by `free`, at the end of a `with` block, or when no reference to it is left."""
 
     def __init__(self, context: Context, number: int, n_bytes: int) -> None:
         self._context = context

@@ -30,7 +30,7 @@ _PAUSE_S: Final = 0.5  # when no descriptor is free
 
 
 def reserve(directory: Path, path: Path) -> None:
-    """Charge a file with this process's device memory to the host's control group, if a server answers. Raises OSError if it is full."""
+    """Charge the file that holds this process's device memory to the host's control group, if a server answers. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_ANSWER_S)
         try:
@@ -50,7 +50,7 @@ def reserve(directory: Path, path: Path) -> None:
 
 
 class DeviceMemoryServer:
-    """Reserves device memory for the users of a shared host, in threads. It trusts no client and accepts only regular files of the peer."""
+    """Reserves device memory for the users of a shared host, in threads. It trusts no client and accepts only the peer's regular files."""
 
     def __init__(self, directory: Path) -> None:
         # The store stays open while the service runs: users cannot create the files that SQLite needs next to an open database.

@@ -141,7 +141,7 @@ class Store:
         return False
 
     def free_for_finalizer(self) -> bool:
-        """Return whether this thread could start a transaction now. A finalizer may run while the thread is already in one."""
+        """Return whether this thread could start a transaction now. A finalizer can run while the thread is already in a transaction."""
         return not self._mutex.locked()
 
     def devices(self) -> list[Device]:
@@ -171,9 +171,9 @@ class Store:
             self._db.close()
 
     def available_bytes(self) -> int:
-        """Return how many more bytes fit into the folder. A memory limit may apply if the folder is in memory.
+        """Return how many more bytes fit into the folder. If the folder is in memory, a memory limit can apply.
 
-        A simulated device may be larger than the machine's memory, but its contents may not. A shared host may use all memory.
+        A simulated device can be larger than the machine's memory, but its contents cannot. A shared host can use all memory.
         """
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize - _LEFT
