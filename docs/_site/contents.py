@@ -19,6 +19,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         (
             "hub",
             "tljh",
+            "teaching",
             "policies",
             "costs",
             "workstation",

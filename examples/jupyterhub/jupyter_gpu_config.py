@@ -1,5 +1,5 @@
 # Pools of a teaching lab: 60 students and their teachers share two GPUs of 80 GB. Put it at /etc/jupyter/jupyter_gpu_config.py.
-# Check it, and see what to expect: jupyter gpu simulate --policy jupyter_gpu_config.py ... (docs/hub.md has the figures).
+# Check it, and see what to expect: jupyter gpu simulate --policy jupyter_gpu_config.py ... (docs/teaching.md has the figures).
 
 c = get_config()  # noqa
 

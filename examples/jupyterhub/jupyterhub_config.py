@@ -1,4 +1,4 @@
-# A hub for a teaching lab: 60 students and their teachers share two GPUs. The guide is docs/hub.md.
+# A hub for a teaching lab: 60 students and their teachers share two GPUs. The guide is docs/teaching.md.
 # The hub runs as root: it starts servers as the users of the machine and runs the broker that moves their kernels' memory.
 
 from fractional_gpu_hub import configure

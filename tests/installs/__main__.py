@@ -4,6 +4,7 @@
   recipe; a kernel environment next to Jupyter's; The Littlest JupyterHub's plugin, with a stand-in for TLJH. In each a kernel appears,
   runs on a simulated GPU, is suspended and comes back, the broker is started and stopped, and the package is removed by the command
   that the product names. Nothing may be left but the user's notebook and configuration.
+- nbgrader, which grades a notebook although its cell waits for the GPU for longer than nbgrader gives a cell.
 - The install commands of README and docs, page by page, with these artifacts. Those that cannot be run here are listed with the reason.
 
 Needs a package index.
@@ -24,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Final
 
 import yaml
 
@@ -46,9 +46,8 @@ from tests.installs.story import (
 )
 from tests.site.blocks import blocks, commands
 from tests.support.paths import ROOT
+from tests.support.stories import CHECK, fill
 from tests.support.tljh import put_stand_in
-
-_SHIM: Final = "#!/bin/sh\nexit 0\n"
 
 # -- forms of installation ------------------------------------------------------------------------------------------------
 
@@ -149,8 +148,14 @@ def tljh_plugin(built: Artifacts, folder: Path) -> str:
     ]
     put_stand_in(folder / "stand-in")
     (folder / "bin").mkdir()
-    for name, text in (("systemctl", _SHIM), ("tljh-config", _SHIM), ("sudo", '#!/bin/sh\nexec "$@"\n')):
-        (folder / "bin" / name).write_text(text)
+    program, socket = hub / "bin" / "jupyter-gpu", folder / "run" / "broker.sock"
+    serve = f"{program} broker --detach --socket {socket} --state-dir {folder}/state --config {settings[0]}"
+    systemctl = (
+        f'case "$1 $2" in "restart jupyter-gpu.service") exec {serve};; '
+        f'"disable --now") exec {program} broker --stop --socket {socket};; esac'
+    )
+    for name, text in (("systemctl", systemctl), ("tljh-config", "true"), ("sudo", 'exec "$@"')):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
     tljh = _with_path(home.environment, folder / "bin") | {
         "PYTHONPATH": os.pathsep.join(map(str, (folder / "stand-in", ROOT))), "PIP_YES": "1",
@@ -164,6 +169,8 @@ def tljh_plugin(built: Artifacts, folder: Path) -> str:
     told = json.loads(run(hooks, tljh))
     for prefix, packages in ((hub, told["hub"]), (user, told["user"])):
         run([*_pip(prefix), "install", *packages], home.environment)
+    first_hour(home, Installed(user / "bin" / "python", user / "bin" / "jupyter-gpu"), user)
+    told["config"]["fractional_gpu"]["socket"] = str(socket)
     run([*hooks, "--after"], tljh | {"TLJH_CONFIG": json.dumps(told["config"])})
     kernels = sorted(path.name for path in (user / "share" / "jupyter" / "kernels").glob("fractional-gpu-*"))
     wanted = told["config"]["fractional_gpu"]["pools"]["default"]["fractions"]
@@ -180,9 +187,26 @@ def tljh_plugin(built: Artifacts, folder: Path) -> str:
     return "docs/tljh.md, Remove"
 
 
+def nbgrader(built: Artifacts, folder: Path) -> str:
+    """Autograding with the configuration of docs/teaching.md: a cell that waits longer than nbgrader gives it is graded all the same."""
+    home, prefix, course = Home(folder / "user"), _environment(folder / "environment"), folder / "course"
+    run([*_pip(prefix), "install", built.wheel, "nbgrader"], home.environment)
+    environment = _with_path(home.environment, prefix / "bin")
+    run(["jupyter", "gpu", "kernels", "install", "--fraction", "1/4", "1"], environment)
+    course.mkdir()
+    (block,) = (one for one in blocks(ROOT / "docs" / "teaching.md") if one.language == "python")
+    (course / "nbgrader_config.py").write_text(f"{block.text}c.CourseDirectory.course_id = 'gpu'\n")
+    grading: list[str | Path] = [prefix / "bin" / "python", ROOT / "tests" / "installs" / "grading.py", "jupyter-gpu"]
+    points = run([*grading, "fractional-gpu-default-1000", fill(1), CHECK], environment, cwd=course).strip()
+    if float(points) != 5:
+        raise Failure(f"the student should have 5 points, and has {points}")
+    run(["jupyter-gpu", "uninstall", "--yes"], environment)
+    return "docs/teaching.md's nbgrader_config.py"
+
+
 FORMS: Mapping[str, Callable[[Artifacts, Path], str]] = {
     "pip-wheel": pip_wheel, "pip-sdist": pip_sdist, "uv-pip": uv_pip, "uv-tool": uv_tool, "conda-recipe": conda_recipe,
-    "second-environment": second_environment, "tljh-plugin": tljh_plugin,
+    "second-environment": second_environment, "tljh-plugin": tljh_plugin, "nbgrader": nbgrader,
 }  # fmt: skip
 
 
@@ -316,7 +340,8 @@ def main() -> int:
     names = options.only or known
     if unknown := [name for name in names if name not in known]:
         parser.error(f"there is no {', '.join(unknown)}; allowed: {', '.join(known)}")
-    with tempfile.TemporaryDirectory(prefix="jfg-") as text:  # a short path: UNIX sockets allow 107 bytes
+    # A short path: UNIX sockets allow 107 bytes. After a failure a broker may still write there.
+    with tempfile.TemporaryDirectory(prefix="jfg-", ignore_cleanup_errors=True) as text:
         scratch = Path(text)
         if options.clone:
             return _clone(scratch, options.source, names)

@@ -81,6 +81,9 @@ def follow(its: Sequence[str], built: Artifacts, folder: Path) -> str:
     home, here = Home(folder / "user"), folder / "here"
     left_out = {command: why for command in its if (why := why_not(command))}
     followed = [command for command in its if command not in left_out]
+    reasons = "".join(f"; not `{command}`: {why}" for command, why in left_out.items())
+    if not followed:
+        return f"no command{reasons}"
     reads_sources = any(re.search(r" '?\.(\[\w+\]'?)?( |$)", command) for command in followed)
     if reads_sources:
         built.unpack(folder / "source").rename(here)
@@ -92,13 +95,15 @@ def follow(its: Sequence[str], built: Artifacts, folder: Path) -> str:
         "PATH": f"{folder / 'environment' / 'bin'}{os.pathsep}{home.environment['PATH']}",
         "NPM_CONFIG_PREFIX": str(folder / "npm"), "PIP_YES": "1", "PIP_QUIET": "1", "UV_SYSTEM_CERTS": "1",
     }  # fmt: skip
-    if followed[:1] and followed[0].startswith("jupyter "):  # the page is for those who have it
+    if followed[0].startswith("jupyter "):  # the page is for those who have it
         followed = [f"pip install './{WHEEL}[lab]'", *followed]
-    run(["bash", "-euxo", "pipefail", "-c", _here("\n".join(followed), folder)], reader, cwd=here)
+    script = _here("\n".join(["exec 2>&1", *followed]), folder)
+    said = run(["bash", "-euxo", "pipefail", "-c", script], reader, cwd=here)
+    if found := re.findall(r".*does not (?:provide|have) .*extra.*", said):  # pip and uv only warn of it
+        raise Failure("\n".join(found))
     for program in (path for path in entries(folder) if path.name == "jupyter-gpu" and path.parent.name == "bin"):
-        if __version__ not in (said := run([program, "--version"], reader)):
-            raise Failure(f"{program} is version {said.strip()}, and what was built is {__version__}")
-    reasons = "".join(f"; not `{command}`: {why}" for command, why in left_out.items())
+        if __version__ not in (version := run([program, "--version"], reader)):
+            raise Failure(f"{program} is version {version.strip()}, and what was built is {__version__}")
     return f"{len(followed)} commands{reasons}"
 
 

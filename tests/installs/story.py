@@ -63,7 +63,9 @@ class Home:
         for folder in (home, temporary):
             folder.mkdir(parents=True, exist_ok=True)
         given = {
-            name: os.environ[name] for name in ("LANG", "LC_ALL", "SSL_CERT_FILE", "UV_CACHE_DIR") if name in os.environ
+            name: os.environ[name]
+            for name in ("LANG", "LC_ALL", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS", "UV_CACHE_DIR")
+            if name in os.environ
         }
         pip = {
             name: value

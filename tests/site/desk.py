@@ -65,7 +65,7 @@ _KEPT: Final = "import signal\nsignal.sigwait({signal.SIGTERM})\n"
 
 
 _POLICY: Final = "jupyter_gpu_config.py"
-_TEACHING_LAB: Final = "docs/hub.md"  # the page with the example's policy
+_TEACHING_LAB: Final = "docs/teaching.md"  # the page with the example's policy
 
 
 class Desk:

@@ -63,6 +63,7 @@ def put_stand_in(folder: Path) -> None:
 def _install(configuration: Path, unit: Path, *, after: bool) -> dict[str, Any]:
     from systemdspawner import SystemdSpawner  # noqa: PLC0415
 
+    from fractional_gpu.config import service  # noqa: PLC0415
     from fractional_gpu_hub import tljh_plugin  # noqa: PLC0415 - tests of other parts import this module without the hub
 
     tljh = pluggy.PluginManager("tljh")
@@ -74,7 +75,7 @@ def _install(configuration: Path, unit: Path, *, after: bool) -> dict[str, Any]:
         tljh.hook.tljh_config_post_install(config=config)
         hub, user = tljh.hook.tljh_extra_hub_pip_packages(), tljh.hook.tljh_extra_user_pip_packages()
         return {"config": config, "hub": list(chain(*hub)), "user": list(chain(*user))}
-    with patch.multiple(tljh_plugin, CONFIG=configuration, UNIT=unit):
+    with patch.object(service, "UNIT", unit), patch.multiple(tljh_plugin, CONFIG=configuration, UNIT=unit):
         tljh.hook.tljh_post_install()
     c = Config()
     c.JupyterHub.spawner_class = SystemdSpawner
