@@ -84,7 +84,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine. With `check`, it raises an error if a device is over-committed. `forecasts` may come from an earlier arbiter."""
+    """The state machine. With `check`, it raises an error if a device is over-committed. `forecasts` can come from an earlier arbiter."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class Arbiter:
             return self._changes.forecast_recorder.gate_wait(lease)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many leases wait in each pool. Leases that are being resumed do not count. Pools where none waits may be missing."""
+        """Return how many leases wait in each pool. Leases that are being resumed do not count. Pools where none waits can be missing."""
         waiting = self._books.waiting.values()
         return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
 
@@ -351,7 +351,7 @@ class Arbiter:
 
     @property
     def host_left_mib(self) -> int:
-        """The host memory, in MiB, that is neither used by suspended state nor reserved for suspends in progress. It may be negative."""
+        """The host memory, in MiB, that is neither used by suspended state nor reserved for suspends in progress. It can be negative."""
         return self._books.host_left_mib
 
     @property

@@ -90,7 +90,7 @@ class HostMemorySeen(Event):
 class LeaseRequested(Event):
     """A new lease is requested. The answer is `LeaseAdmitted` or `LeaseRefused`.
 
-    `needs_reservation` is set for a kernel without a gate, whose ticket is filed at once.
+    `needs_reservation` is set for a kernel without a gate. Its ticket is filed at once.
     """
 
     spec: LeaseSpec

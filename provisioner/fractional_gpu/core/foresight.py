@@ -191,7 +191,7 @@ def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) 
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` must stay on its device instead of making room for the lease. The two may have different pools."""
+    """Return whether `other` must stay on its device instead of making room for the lease. The two can have different pools."""
     pool = books.policy(other)
     if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
         return True

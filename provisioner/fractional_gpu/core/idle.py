@@ -7,11 +7,11 @@ of the better choice.
 - Restoring costs the time of the resume.
 - Holding costs the time that other cells lose. The arbiter learns this time (`HoldCosts`) from how long tickets waited for idle leases to
   be saved, and divides it by the memory that the pool's idle leases held meanwhile. Lost time counts `_LOST_COUNTS` times.
-- A pool may also set a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
+- A pool can also set a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
 
 While holding costs nothing, no lease is suspended, because a ticket that needs the room takes it anyway. Saved leases use host memory,
-which may be needed when tickets make suspends necessary. So no lease is suspended this way if more than half of the host memory would then
-be in use.
+which might be needed when tickets make suspends necessary. So no lease is suspended this way if more than half of the host memory would
+then be in use.
 """
 
 from typing import TYPE_CHECKING

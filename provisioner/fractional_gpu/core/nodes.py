@@ -4,12 +4,12 @@ The engine allocates the part of the count that is not in use according to its o
 
     in use by the engine's records + admitted by the pool's forecast - allocated but without a seat yet
 
-The engine's records do not contain the seats of a hub or of local users. These seats reduce what the forecast admits. The records may show
+The engine's records do not contain the seats of a hub or of local users. These seats reduce what the forecast admits. The records can show
 less than the seats of jobs, because Slurm forgets a part of them when it rereads its configuration. Even then the records count, because
 the engine follows them.
 
 Slurm refuses a new job that requests more than any node's count, and never starts such a job if it already waits. So the count is never
-below `least_milli`, the largest fraction on offer. One job may then start without admission, within the pool's oversubscription. While no
+below `least_milli`, the largest fraction on offer. One job can then start without admission, within the pool's oversubscription. While no
 broker answers, the last count is kept for a while, because a broker restarts within seconds. After that, the count is only what is in use.
 """
 
@@ -107,7 +107,7 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def saw(self, now_ms: int, state: State | None) -> None:
-        """Record the state that Slurm or Kubernetes has, or None if it is unknown. An administrator or a restart may have changed it."""
+        """Record the state that Slurm or Kubernetes has, or None if it is unknown. An administrator or a restart might have changed it."""
         self._known = state
         self._plan(now_ms)
 

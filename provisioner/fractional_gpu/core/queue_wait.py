@@ -118,7 +118,7 @@ class _QueueSimulation:
         return taken if room_mib >= need_mib else None
 
     def _saved_ms(self, returns: Sequence[_FreedMemory]) -> int:
-        """Return when the last of these leases will be saved, in ms from now. Suspends and resumes in progress delay their suspends."""
+        """Return when the last of these leases will be saved, in ms from now. Suspends and resumes in progress delay these suspends."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms

@@ -155,7 +155,7 @@ def format_fraction(milli: int) -> str:
 
 
 def format_gpus(milli: int) -> str:
-    """Return the number of GPUs as text, such as `1/4 GPU` or `1.5 GPUs`. A sum of fractions may exceed one GPU."""
+    """Return the number of GPUs as text, such as `1/4 GPU` or `1.5 GPUs`. A sum of fractions can exceed one GPU."""
     return f"{format_fraction(milli)} GPU" if milli <= 1000 else f"{milli / 1000:g} GPUs"
 
 

@@ -1,6 +1,6 @@
 """The environment in which the checkpoint worker and the probe process start the CUDA driver.
 
-From a kernel, a job or a container, a broker may inherit variables that change how the driver behaves. The worker gets none of these:
+From a kernel, a job or a container, a broker can inherit variables that change how the driver behaves. The worker gets none of these:
 
 - `CUDA_*`, which select devices, MPS, injected libraries and HAMi-core's limits;
 - `NVTX_INJECTION*`, `NSYS_*` and `CUPTI_*`, which load profilers, under which the driver does not checkpoint;

@@ -142,7 +142,7 @@ class Monitor(Protocol):
         """The kind of device: `simulated`, `nvidia`, or a kind from another package. Reports say if a device is `simulated`."""
 
     def devices(self) -> list[DeviceInfo]:
-        """Return all devices; the list may be empty. Raises GPUError."""
+        """Return all devices; the list can be empty. Raises GPUError."""
 
     def use(self, device_id: str) -> DeviceUse:
         """Return how much memory is in use, and by which processes. Raises GPUError (NO_SUCH_DEVICE or DEVICE_LOST)."""

@@ -5,10 +5,10 @@
 
 Standard input is a SEQPACKET socket with one JSON object in each packet. The worker performs one operation at a time. Its first message is
 `{protocol}`, or `{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`.
-`lock` also has `timeout_ms`, and `restore` may have `moves`. `set_limit` and `read_limit` have `{device_id, group, mib}` instead of a
+`lock` also has `timeout_ms`, and `restore` can have `moves`. `set_limit` and `read_limit` have `{device_id, group, mib}` instead of a
 target. A reply is `{state, elapsed_us, limit}` or `{error: {code, message}}`.
 
-Right before an operation, the worker checks the identity of the target, because another process may have its pid by now. When the socket
+Right before an operation, the worker checks the identity of the target, because another process might have its pid by now. When the socket
 closes, the worker finishes the operation and exits. If the broker was killed, the `deadline_s` of the request ends the worker. The worker
 ignores SIGINT and SIGTERM, because a terminal or a service manager sends them to a whole process group. It imports few modules, because
 requests to a new worker wait for its imports.

@@ -6,7 +6,7 @@
 - Cancelling a call that waits for its turn withdraws the call. Cancelling a call that has begun only stops the waiting: the operation
   continues, and later calls still wait for it.
 - The worker is replaced if the driver fails for unknown reasons on two targets in a row, and after `renew` (which follows an Xid error, a
-  reset or a sleep). In these cases the driver may be broken only in the worker's process.
+  reset or a sleep). In these cases the driver might be broken only in the worker's process.
 - If the link has a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
 - The worker runs in a separate session, so Ctrl-C at the terminal does not reach it.
 """
@@ -174,7 +174,7 @@ class WorkerLink:
         return None if reply.limit is None else MemoryLimit(**reply.limit)
 
     def renew(self) -> None:
-        """Start a new worker for the next call, because the driver state in the current worker may be stale."""
+        """Start a new worker for the next call, because the driver state in the current worker might be stale."""
         self._is_stale = True
 
     async def close(self) -> None:

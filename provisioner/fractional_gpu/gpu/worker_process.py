@@ -3,7 +3,7 @@
 Each message is one JSON object in one packet of a SEQPACKET socket. The worker's pidfd becomes readable when the worker ends; a service
 sends the pidfd of its worker to the broker. Only the service can kill its worker: if the service is gone, no process can. Linux must report
 that the service runs as root or as this process's user. Connection attempts are repeated for some seconds, because the service's container
-may be restarting.
+might be restarting.
 """
 
 import asyncio

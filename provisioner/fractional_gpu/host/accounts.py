@@ -1,4 +1,4 @@
-"""Finds the account whose limits and budgets apply to a process. One person may run processes with many uids.
+"""Finds the account whose limits and budgets apply to a process. One person can run processes with many uids.
 
 The account of a subordinate uid, as in rootless containers, is its owner in /etc/subuid. Other sources of subordinate uids, such as sssd,
 are not read. A uid without a passwd entry is its own account, or belongs to one account that the administrator sets. Shares and rates apply

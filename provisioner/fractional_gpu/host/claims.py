@@ -1,4 +1,4 @@
-"""A host-wide claim on a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
+"""A host-wide claim on a device. It ends with its holder, because it is a listening UNIX socket in the abstract namespace.
 
 Linux allows one socket for each name, and removes it when the holder ends for any reason. No other program can remove it earlier. A process
 whose claim is refused sees the credentials of the process that made the existing claim, so a long-lived process should make it. Each

@@ -1,4 +1,4 @@
-"""Host memory: how much a process may still allocate, and which process the out-of-memory killer chooses first.
+"""Host memory: how much a process can still allocate, and which process the out-of-memory killer chooses first.
 
 - The driver saves device memory in the process's own memory, so it counts against every control group above the process. If several
   processes need memory, each limit must cover the sum of their needs.

@@ -1,6 +1,6 @@
 """The peer of a UNIX socket: its credentials, as Linux reports them, and whether it has read all data.
 
-The pid, uid and gid are those that the peer had when it connected, or when it began to listen. The pid may belong to another process by
+The pid, uid and gid are those that the peer had when it connected, or when it began to listen. The pid might belong to another process by
 now, so it is only a hint until the process is identified.
 """
 
@@ -49,6 +49,6 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Return whether the peer has not read all data yet. A peer that reads data may still not handle it."""
+    """Return whether the peer has not read all data yet. A peer that reads data might still not handle it."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0

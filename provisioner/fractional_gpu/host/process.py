@@ -354,7 +354,7 @@ class Snapshot:
     ) -> list[ProcessIdentity]:
         """Return the processes of the tree, oldest first. If `root` is None, the tree begins at the processes of `marker` and `also`.
 
-        If the root has exited, another process may have its pid. Therefore, marked processes and members of the root's session count only
+        If the root has exited, another process might have its pid. Therefore, marked processes and members of the root's session count only
         if they belong to `uid`, or to the user of the live root if `uid` is None. `apart` has the roots of other trees, which are left out
         together with all processes that are only below them. `also` has processes that were seen in this tree before, which always belong
         to it.

@@ -1,7 +1,7 @@
 """Threads that start before they are needed, because a user's process limit includes threads and can be reached at any time.
 
 The thread pool of the standard library starts a thread when work arrives. If the system refuses the thread, the caller gets RuntimeError,
-although the work is queued and may still run later.
+although the work is queued and can still run later.
 """
 
 import errno

@@ -65,7 +65,7 @@ _MOST_FALSE = 50  # in one gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """The signs that a GPU cell is coming, of which `false_percent` are false. There are none if `foresight_ms` is 0.
+    """The signs that a GPU cell is coming. `false_percent` of them are false. There are none if `foresight_ms` is 0.
 
     A sign comes `foresight_ms` before each GPU cell, or immediately after the previous cell if the gap is shorter. False signs come at any
     time in a gap.

@@ -58,7 +58,7 @@ class ShareDay:
 
     @property
     def is_full(self) -> bool:
-        """Whether the memory was full. If so, more than the peak may have been needed."""
+        """Whether the memory was full. If so, more than the peak might have been needed."""
         return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
 
 

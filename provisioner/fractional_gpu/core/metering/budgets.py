@@ -151,7 +151,7 @@ class Spending:
             self._fold(now_s)
 
     def _fold(self, now_s: int) -> None:
-        """Merge old minutes into hours. This does not visit the existing hours, because there may be thousands of them."""
+        """Merge old minutes into hours. This does not visit the existing hours, because there can be thousands of them."""
         before_s, grid_s = now_s - _MINUTES_FOR_S, self._grid_s
         for buckets in self._spent.values():
             for at_s in [one for one in buckets if one < before_s and (one - grid_s) % _HOUR_S]:

@@ -2,7 +2,7 @@
 
 A turn starts when the lease begins to work on its device, after its wait and its resume. It ends with the cell, or when the lease must
 leave. A preempted cell has two turns. The second turn continues the cell, which asks for its device again when the first turn ends. Cells
-that follow each other without a pause may be one turn. The module does no I/O, and `at_ms` never goes back.
+that follow each other without a pause can be one turn. The module does no I/O, and `at_ms` never goes back.
 """
 
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ FIGURES = tuple(one.name for one in fields(Usage))
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """A row of the ledger, which has figures with their key and party."""
+    """A row of the ledger: figures with their key and party."""
 
     key: UsageKey
     party: Party

@@ -92,7 +92,7 @@ class Gate:
 
     @contextmanager
     def call_now(self) -> Iterator[bool]:
-        """Like `call`, but yield False instead of waiting. This is for finalizers, which may run during another call."""
+        """Like `call`, but yield False instead of waiting. This is for finalizers, which can run during another call."""
         thread = threading.get_ident()
         if self._mutex.locked() or thread in self._inside:
             yield False
@@ -188,7 +188,7 @@ class _NoRoom(Exception):  # noqa: N818 (this only tells the caller to reap dead
 
 
 def memory_cap_bytes() -> int | None:
-    """Return the current memory cap of this process tree, in bytes. The cap may grow while the process runs."""
+    """Return the current memory cap of this process tree, in bytes. The cap can grow while the process runs."""
     text = os.environ.get("JUPYTER_GPU_MEMORY_MIB", "")
     if not text:
         return None

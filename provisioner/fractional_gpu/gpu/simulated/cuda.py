@@ -154,7 +154,7 @@ def is_available() -> bool:
 
 
 def device() -> Device:
-    """Return the device that the process currently uses. A resume may move the process to another one."""
+    """Return the device that the process currently uses. A resume can move the process to another one."""
     context = _current()
     with context.gate.call():
         return context.device()

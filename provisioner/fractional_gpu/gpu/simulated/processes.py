@@ -143,7 +143,7 @@ def users_of(store: Store, device_id: str) -> list[Process]:
 def open_file(folder: Path, name: str, flags: int) -> int:
     """Open a file in a process's folder. A new file gets mode 0600. Raises FileNotFoundError if the process was reaped.
 
-    The process controls the folder, and we may be root. Therefore, this follows no links, and raises PermissionError unless the file is a
+    The process controls the folder, and we might be root. Therefore, this follows no links, and raises PermissionError unless the file is a
     regular file with only one name that belongs to the folder's owner or this user. Do not pass flags that change the file immediately,
     such as O_TRUNC.
     """
@@ -276,7 +276,7 @@ def forget(store: Store, keys: list[str]) -> None:
 
 
 def empty_trash(store: Store) -> None:
-    """Delete the folders that `forget` moved aside, without following links. Several processes may do this at the same time."""
+    """Delete the folders that `forget` moved aside, without following links. Several processes can do this at the same time."""
     for entry in store.trash.iterdir():
         if store.may_tidy(entry):
             with suppress(FileNotFoundError):
