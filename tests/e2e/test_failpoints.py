@@ -11,7 +11,8 @@ from operator import attrgetter
 
 import pytest
 
-from tests.support.dying import INJECTED, Story, Strike
+from tests.support.dying import Story, Strike
+from tests.support.paths import INJECTED
 from tests.support.steered import SteeredStory
 from tests.support.world import new_world
 

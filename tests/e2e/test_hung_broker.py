@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host.files import VARIABLE
 from tests.support.pair import NO_TURNS
+from tests.support.paths import failing
 from tests.support.stopping import stopped
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
@@ -26,7 +26,7 @@ HANG_LIMIT_S = 3
 def _limited(world: World) -> None:
     """Start a broker that soon ends itself when its loop is blocked, and that a test can block."""
     world.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
-    world.environment[VARIABLE] = str(world.folder / "failpoint")
+    world.environment |= failing(world.folder / "failpoint")
     world.start_broker()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.config.service import STATE
-from fractional_gpu.host.files import VARIABLE
+from tests.support.paths import failing
 from tests.support.slurm_site import PATH, new_environment
 from tests.support.waiting import DEADLINE_S
 
@@ -185,7 +185,8 @@ def test_a_machine_whose_setup_was_killed_at_any_step_is_undone_or_set_up(machin
         machine.run("root", "rm", "-rf", str(STATE))
         assert machine.files() == before
         machine.run("root", "sh", "-c", f"echo setup-machine {step} kill >/run/failpoints")
-        if machine.ends("root", f"{VARIABLE}=/run/failpoints", *set_up) == 0:
+        variables = [f"{name}={value}" for name, value in failing(Path("/run/failpoints")).items()]
+        if machine.ends("root", *variables, *set_up) == 0:
             break
         machine.run("root", "rm", "/run/failpoints.reached")
         if step % 2:

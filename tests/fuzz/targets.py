@@ -26,7 +26,7 @@ from fractional_gpu.engines.pod_seats import request_of
 from fractional_gpu.engines.pods import Pod
 from fractional_gpu.gpu import worker, worker_process, worker_service
 from fractional_gpu.gpu.interface import GPUError
-from fractional_gpu.host import claims, files, process, workload
+from fractional_gpu.host import claims, process, workload
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
@@ -359,13 +359,7 @@ def proc(data: bytes) -> None:
 
 
 def names(data: bytes) -> None:
-    """A failpoint's line, and a claimed device's id."""
-    try:
-        point, time, _ = files._parsed(data)
-        assert point
-        assert time >= 0
-    except OSError as error:
-        _is_short(error, 1000)
+    """A claimed device's id."""
     try:
         assert len(claims._address(data.decode("utf-8", "surrogatepass"))) <= 107
     except ValueError as error:

@@ -12,15 +12,14 @@ from typing import Any
 
 import websocket
 
-from fractional_gpu.host.files import VARIABLE
+from tests.support.paths import failing
 from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, released, settled, workers
 from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, until
 
-__all__ = ["INJECTED", "Life", "Story", "Strike", "points_of"]
+__all__ = ["Life", "Story", "Strike", "points_of"]
 
 MIB = 16  # two pieces of a copy
-INJECTED = Path(__file__).with_name("injected")
 _ATTEMPTS = 3
 
 
@@ -73,8 +72,7 @@ class Story:
         self._strikes: deque[Strike] = deque()  # not prepared yet
         self._prepared: Strike | None = None
         self._lives: list[Life] = []
-        world.environment[VARIABLE] = str(self.file)
-        world.environment["PYTHONPATH"] = f"{INJECTED}:{world.environment['PYTHONPATH']}"
+        world.environment |= failing(self.file)
         world.configure(self.config)
         (self.spec,) = world.install(750)
         world.start_broker()

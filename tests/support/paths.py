@@ -7,6 +7,7 @@ from typing import Final
 __all__ = [
     "COMPLETE_PYTHONPATH",
     "DEBUGGER_PYTHONPATH",
+    "INJECTED",
     "MCP_AGENT",
     "NO_DEBUGPY",
     "PYTHONPATH",
@@ -14,6 +15,7 @@ __all__ = [
     "ROOT",
     "SOURCES",
     "STRANGER",
+    "failing",
 ]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -26,7 +28,13 @@ NO_DEBUGPY: Final = ROOT / "tests" / "support" / "no_debugpy"
 DEBUGGER_PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))
 """For kernels that are debugged."""
 PYTHONPATH: Final = os.pathsep.join((DEBUGGER_PYTHONPATH, str(NO_DEBUGPY)))
+INJECTED: Final = ROOT / "tests" / "support" / "injected"
 STRANGER: Final = str(ROOT / "tests" / "support" / "stranger.py")
 """The program that holds memory of a simulated device without a lease."""
 MCP_AGENT: Final = str(ROOT / "tests" / "support" / "mcp_agent.py")
 """The program that calls tools over MCP."""
+
+
+def failing(file: Path) -> dict[str, str]:
+    """Return the environment of processes that fail where `file` says so."""
+    return {"JUPYTER_GPU_FAILPOINTS": str(file), "PYTHONPATH": f"{INJECTED}:{PYTHONPATH}"}

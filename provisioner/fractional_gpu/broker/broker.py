@@ -79,7 +79,6 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.model import LeaseState, LeaseView, ReserveBy, Sign, TicketView
 from fractional_gpu.core.units import format_duration, format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor
-from fractional_gpu.host import files
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.messages import GateVerb
 
@@ -156,8 +155,6 @@ class Broker:
 
     def dispatch(self, event: Event) -> list[Effect]:
         """Hand an event to the arbiter, carry out the effects that it returns, and return them to the caller."""
-        point = self._failpoint(event) if files.enabled() else ""
-        files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
         self.metrics.saw(event, effects)
         self._tickets = None
@@ -172,7 +169,6 @@ class Broker:
             for lease_id in event.lease_ids:
                 if (view := self.arbiter.lease(lease_id)) is not None:
                     self.history.note(view)
-        files.reach(f"{point}.after")
         self.note_change()
         return effects
 
@@ -182,10 +178,6 @@ class Broker:
             if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, about):
                 return effect
         return None
-
-    def _failpoint(self, event: Event) -> str:
-        lease = self.arbiter.lease(getattr(event, "lease_id", ""))
-        return f"event.{type(event).__name__}" + (f"@{lease.state}" if lease is not None else "")
 
     def _carry_out(self, effect: Effect) -> None:  # noqa: C901, PLR0912 - one case per effect
         lease_id = getattr(effect, "lease_id", "")

@@ -36,7 +36,7 @@ from fractional_gpu.config.service import CONFIG, KERNELS, PROGRAM, RECORD, STAT
 from fractional_gpu.core.units import plural
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.gpu.open import NVIDIA, open_monitor
-from fractional_gpu.host.files import foreign_above, reach, replace_file
+from fractional_gpu.host.files import foreign_above, replace_file
 from fractional_gpu.jupyter.kernelspecs import install
 
 _ROOT: Final = Path("/")
@@ -168,11 +168,9 @@ class Machine:
         if not dry:
             self.save()
         for text, act in steps:
-            reach("setup-machine")
             say(text if dry else text.partition("\n")[0], flush=True)
             if act is not None and not dry:
                 act()
-        reach("setup-machine")
         return not dry and all(act is not None for _, act in steps)
 
 

@@ -24,7 +24,6 @@ from typing import Any, Final
 
 from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, MemoryLimits, ProcessState
 from fractional_gpu.gpu.open import open_checkpointer, open_memory_limits
-from fractional_gpu.host import files
 from fractional_gpu.host.process import ProcessIdentity, identify
 
 PROTOCOL: Final = 1
@@ -115,7 +114,6 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
     began = time.monotonic_ns()
     signal.setitimer(signal.ITIMER_REAL, deadline_s)
     try:
-        files.reach(f"worker.{operation}.before")
         if operation == "state":
             state = backend.state(target.pid)
         elif operation == "lock":
@@ -126,7 +124,6 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
             backend.restore(target.pid, request.get("moves"))
         else:
             backend.unlock(target.pid)
-        files.reach(f"worker.{operation}.after")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return state, (time.monotonic_ns() - began) // 1000

@@ -27,7 +27,6 @@ import msgspec
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, MemoryLimit, ProcessState
 from fractional_gpu.gpu.worker import MAX_MESSAGE, PROTOCOL
 from fractional_gpu.gpu.worker_process import Reply, Worker, connect, parse
-from fractional_gpu.host import files
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
 from fractional_gpu.host.process import ProcessIdentity
@@ -225,9 +224,7 @@ class WorkerLink:
                 worker = None
             if worker is None:
                 worker = await self._begin()
-            files.reach(f"link.{op}.before")
             reply = await self._exchange(worker, msgspec.json.encode(request), deadline_s, what)
-            files.reach(f"link.{op}.after")
         except GPUError:
             raise
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Atomic replacement of small files, the temporary folder, mounts, and the points at which tests make writes fail.
+"""Atomic replacement of small files, the temporary folder, and mounts.
 
 This module uses only the standard library. To replace a file, the new content is written to another file, synced (fsync) and renamed over
 the old file; then the folder is synced. After a kill, a full disk or a power failure, the file has either the old or the new content, never
@@ -6,12 +6,9 @@ a mixture.
 """
 
 import errno
-import fcntl
 import os
 import re
-import signal
 import stat
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -146,53 +143,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# Failpoints: there is one before and after each step that changes the devices, the broker's state or the ledger. A test can kill this
-# process, block a thread or make a write fail there. Failpoints are off unless `JUPYTER_GPU_FAILPOINTS` names a file when the process
-# starts; then `reach` costs only one comparison. The file has one line: the name of a point, the number of the visit to that point, and
-# `kill`, `hang` or `fail`. The file is removed before the action, so that a restarted process survives. Every visit is recorded in a file
-# with the suffix `.reached`, so visits are counted over all processes.
-
-
-VARIABLE = "JUPYTER_GPU_FAILPOINTS"
-_file = os.environ.get(VARIABLE)
-
-
-def enabled() -> bool:
-    """Return whether a test uses failpoints. Callers ask this if the name of a failpoint takes time to build."""
-    return _file is not None
-
-
-def reach(name: str) -> bool:
-    """Kill this process, hang, or return True to make the caller fail, if the test's file says so for this failpoint. Raises OSError."""
-    if _file is None:
-        return False
-    record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(record, fcntl.LOCK_EX)  # one process at a time, so that each visit has a different number
-        os.write(record, f"{name}\n".encode())
-        times = os.pread(record, os.fstat(record).st_size, 0).split(b"\n").count(name.encode())
-        path = Path(_file)
-        try:
-            wanted, time, action = _parsed(path.read_bytes())
-        except FileNotFoundError:
-            return False
-        if wanted != name or time != times:
-            return False
-        path.unlink()
-        if action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-    finally:
-        os.close(record)
-    if action == "hang":
-        threading.Event().wait()
-    return True
-
-
-def _parsed(line: bytes) -> tuple[str, int, str]:
-    """Parse the line that sets a failpoint. Raises OSError if it is malformed, because the test would otherwise test nothing."""
-    words = line.decode("ascii", "replace").split()
-    if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "hang", "fail"):
-        raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill`, `... hang` or `... fail`, not {line[:200]!r}")
-    return words[0], int(words[1]), words[2]

@@ -243,7 +243,6 @@ READ_ELSEWHERE = {
     "JUPYTER_GPU_MEASURE",
     "JUPYTER_GPU_MEMORY_INFO",  # a kernel
     "JUPYTER_GPU_POD_SHARE",
-    "JUPYTER_GPU_FAILPOINTS",  # this test suite sets it for each process
     "JUPYTER_GPU_PAGE_COMPONENT",  # for the hub's page
     "JUPYTER_GPU_PAGE_NAMESPACE",
     "JUPYTER_GPU_PAGE_NODES",

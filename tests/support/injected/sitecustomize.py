@@ -1,16 +1,26 @@
-"""Failpoints in Jupyter servers and kernels: Python imports this at its start where this folder is in PYTHONPATH.
+"""Failpoints: Python imports this at its start where this folder is in PYTHONPATH. It is not installed.
 
-It is not installed: kernels stay light. Each function below is a point before it and one after it, named by who runs
-it, such as `kernel.Gate.close.before`. A function that is no longer there is an error at once.
+There is one before and after each step that changes the devices, the broker's state or the ledger. There, a process is killed, a thread
+is blocked or a write fails. `JUPYTER_GPU_FAILPOINTS` names a file with one line: the name of a point, the number of the visit to that
+point, and `kill`, `hang` or `fail`. The file is removed before the action, so that a restarted process survives. Every visit is recorded
+in a file with the suffix `.reached`, so visits are counted over all processes.
+
+Each function in `POINTS` is a point before it and one after it, named by who runs it, such as `kernel.Gate.close.before`. A function
+that is no longer there is an error at once.
 """
 
+import fcntl
 import functools
 import importlib.abc
 import importlib.machinery
 import inspect
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,38 +50,55 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fractional_gpu_kernel.cells.broker_channel": ("kernel", ("BrokerChannel._follow", "BrokerChannel._obey")),
     "fractional_gpu_kernel.cells.acquire": ("kernel", ("Acquirer._call",)),
     "fractional_gpu_kernel.cells.gate": ("kernel", ("Gate.open", "Gate.close", "Gate.enter", "Gate.leave")),
+    "fractional_gpu.gpu.worker_link": (
+        "link",
+        (
+            "WorkerLink.start",
+            "WorkerLink.state",
+            "WorkerLink.lock",
+            "WorkerLink.checkpoint",
+            "WorkerLink.restore",
+            "WorkerLink.unlock",
+        ),
+    ),
+    "fractional_gpu.gpu.simulated.checkpointer": (
+        "worker",
+        (
+            "SimulatedCheckpointer.state",
+            "SimulatedCheckpointer.lock",
+            "SimulatedCheckpointer.checkpoint",
+            "SimulatedCheckpointer.restore",
+            "SimulatedCheckpointer.unlock",
+        ),
+    ),
 }
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in POINTS else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        who, functions = POINTS[module.__name__]
-        for name in functions:
-            *owners, last = name.split(".")
-            owner: Any = functools.reduce(getattr, owners, module)
-            setattr(owner, last, _between(f"{who}.{name}", getattr(owner, last)))
+def reach(name: str) -> bool:
+    """Kill this process, hang, or return True to make the caller fail, if the test's file says so for this point."""
+    file = os.environ["JUPYTER_GPU_FAILPOINTS"]
+    record = os.open(f"{file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(record, fcntl.LOCK_EX)  # one process at a time, so that each visit has a different number
+        os.write(record, f"{name}\n".encode())
+        times = os.pread(record, os.fstat(record).st_size, 0).split(b"\n").count(name.encode())
+        try:
+            wanted, time, action = Path(file).read_text().split()
+        except FileNotFoundError:
+            return False
+        if (wanted, int(time)) != (name, times):
+            return False
+        Path(file).unlink()
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    finally:
+        os.close(record)
+    if action == "hang":
+        threading.Event().wait()
+    return True
 
 
 def _between(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    from fractional_gpu.host.files import reach  # noqa: PLC0415 - not before a module of ours is wanted
-
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -93,4 +120,114 @@ def _between(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-sys.meta_path.insert(0, _Finder())
+def _events(module: Any) -> None:  # noqa: ANN401 - a module of ours
+    """Name each event's points after its kind and the state of its lease, such as `event.Wanted@suspended.before`."""
+    dispatch = module.Broker.dispatch
+
+    def dispatched(self: Any, event: Any) -> Any:  # noqa: ANN401 - as the method
+        lease = self.arbiter.lease(getattr(event, "lease_id", ""))
+        name = f"event.{type(event).__name__}" + (f"@{lease.state}" if lease is not None else "")
+        return _between(name, dispatch)(self, event)
+
+    module.Broker.dispatch = dispatched
+
+
+def _ledger(module: Any) -> None:  # noqa: ANN401 - as above
+    """Name a transaction's points after each of its writes; one more, `unfinished`, is before its commit."""
+    write, run = module.LedgerWriter._write, module._run
+
+    def reached(acts: Sequence[Any], moment: str) -> None:
+        for name in sorted({getattr(getattr(act, "func", act), "__name__", "write") for act in acts}):
+            if reach(f"ledger.{name}.{moment}"):
+                raise module.LedgerError("the ledger cannot be used: a test simulates that the disk is full")
+
+    def written(self: Any, acts: Sequence[Any]) -> Any:  # noqa: ANN401 - as the method
+        reached(acts, "before")
+        failures = write(self, acts)
+        reached(acts, "after")
+        return failures
+
+    def ran(acts: Sequence[Any], failures: Any) -> None:  # noqa: ANN401 - as the function
+        run(acts, failures)
+        reached(acts, "unfinished")
+
+    module.LedgerWriter._write, module._run = written, ran
+
+
+def _replies(module: Any) -> None:  # noqa: ANN401 - as above
+    """A point before each reply, `api.create.reply`, and before each line of a stream."""
+    reply, line = module.Handler.reply_with, module.Handler.write_line
+
+    def reached(handler: Any, moment: str) -> None:  # noqa: ANN401 - a handler
+        reach(f"api.{handler.route.name if handler.route is not None else 'missing'}.{moment}")
+
+    def replied(self: Any, body: bytes, content_type: str) -> None:  # noqa: ANN401 - as the method
+        reached(self, "reply")
+        reply(self, body, content_type)
+
+    async def written(self: Any, message: object) -> None:  # noqa: ANN401 - as the method
+        reached(self, "line")
+        await line(self, message)
+
+    module.Handler.reply_with, module.Handler.write_line = replied, written
+
+
+def _steps(module: Any) -> None:  # noqa: ANN401 - as above
+    """A point `setup-machine` before each step that changes the machine, and one after the last."""
+    do = module.Machine.do
+
+    def marked(act: Callable[[], object]) -> Callable[[], object]:
+        def acted() -> None:
+            reach("setup-machine")
+            act()
+
+        return acted
+
+    def done(self: Any, steps: Sequence[Any], *, dry: bool) -> bool:  # noqa: ANN401 - as the method
+        value: bool = do(self, [(text, act and marked(act)) for text, act in steps], dry=dry)
+        reach("setup-machine")
+        return value
+
+    module.Machine.do = done
+
+
+_NAMED: dict[str, Callable[[ModuleType], None]] = {
+    "fractional_gpu.broker.broker": _events,
+    "fractional_gpu.broker.persistence.ledger_writer": _ledger,
+    "fractional_gpu.broker.api.handler": _replies,
+    "fractional_gpu.commands.setup_machine": _steps,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        is_ours = fullname in POINTS or fullname in _NAMED
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if is_ours else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        if module.__name__ in _NAMED:
+            _NAMED[module.__name__](module)
+            return
+        who, functions = POINTS[module.__name__]
+        for name in functions:
+            *owners, last = name.split(".")
+            owner: Any = functools.reduce(getattr, owners, module)
+            setattr(owner, last, _between(f"{who}.{name}", getattr(owner, last)))
+
+
+if "JUPYTER_GPU_FAILPOINTS" in os.environ:
+    sys.meta_path.insert(0, _Finder())

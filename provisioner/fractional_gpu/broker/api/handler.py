@@ -27,7 +27,6 @@ from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.lanes import PAYER
 from fractional_gpu.broker.persistence.audit import AuditedAction, is_of_another_user
 from fractional_gpu.broker.services.status import StatusStream
-from fractional_gpu.host import files
 from fractional_gpu.host.accounts import account_uid, user_name
 from fractional_gpu.host.peers import unread
 from fractional_gpu.ledger.records import LedgerError
@@ -278,13 +277,11 @@ class Handler(web.RequestHandler):
         self.reply_with(msgspec.json.encode(message), "application/json")
 
     def reply_with(self, body: bytes, content_type: str) -> None:
-        self._reach("reply")
         self.set_header("Content-Type", content_type)
         close_if_unread(self.stream, self.finish(body), TAKEN_S)
 
     async def write_line(self, message: object) -> None:
         """Write one line of a stream. Raises StreamClosedError if the peer disconnects or reads too slowly."""
-        self._reach("line")
         self._writes = True
         self.write(msgspec.json.encode(message) + b"\n")
         try:
@@ -311,10 +308,6 @@ class Handler(web.RequestHandler):
         with suppress(OSError):  # some systems that emulate Linux
             return not (self.stream.writing() or unread(self.stream.socket))
         return None
-
-    def _reach(self, moment: str) -> None:
-        if files.enabled():
-            files.reach(f"api.{self.route.name if self.route is not None else 'missing'}.{moment}")
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         error = kwargs.get("exc_info", (None, None, None))[1]

@@ -25,7 +25,6 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import HOLDING, LeaseState, LeaseView
 from fractional_gpu.core.units import format_memory
-from fractional_gpu.host import files
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.ledger import ACCOUNTS_MS, HISTORY_MS, Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError, RecordError
@@ -218,13 +217,10 @@ class LedgerWriter:
         """
         failures: list[LedgerError | None] = [None] * len(acts)
         first: LedgerError | None = None
-        points = sorted({_name(act) for act in acts}) if files.enabled() else []
-        _reach(points, "before")
         while True:
             try:
                 with self.ledger.transaction():
                     _run(acts, failures)
-                    _reach(points, "unfinished")
                 break
             except _ActError as failed:
                 if _is_full(failed.error):
@@ -236,7 +232,6 @@ class LedgerWriter:
         ):
             raise first  # the disk may be the cause
         self.size_bytes = self.ledger.size_bytes()
-        _reach(points, "after")
         return failures
 
 
@@ -264,16 +259,6 @@ def _retentions() -> Iterator[tuple[int, int]]:
     while accounts_ms > _LEAST_KEPT_MS:
         accounts_ms = accounts_ms * 3 // 4
         yield history_ms, accounts_ms
-
-
-def _name(act: Callable[[], None]) -> str:
-    return str(getattr(getattr(act, "func", act), "__name__", "write"))
-
-
-def _reach(points: list[str], moment: str) -> None:
-    for point in points:
-        if files.reach(f"ledger.{point}.{moment}"):
-            raise LedgerError("the ledger cannot be used: a test simulates that the disk is full")
 
 
 def _is_full(error: LedgerError) -> bool:
