@@ -190,7 +190,7 @@ def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
         for amounts in (_field(resources, "limits"), _field(resources, "requests")):
             if named := sorted(name for name in amounts or {} if pods.pool_of(name) is not None):
                 raise spawn_error(
-                    f"this hub's settings give container {_field(container, 'name')} {named[0]}; remove it, and let users choose a "
+                    f"this hub's settings give container {_field(container, 'name')} {named[0]}; remove that, and let users choose a "
                     "GPU, or set gpu_profile in profiles",
                     reason="configuration",
                 )

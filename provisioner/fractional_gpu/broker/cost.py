@@ -61,7 +61,7 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the account owes `COST_RESERVE_S` or more, so nothing is read for it. Every read checks this, so it must be cheap."""
+        """Whether the account owes `COST_RESERVE_S` or more. Nothing is then read for it. Every read checks this, so it must be cheap."""
         return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property

@@ -295,7 +295,7 @@ class BrokerClient:
                 if line.kind in {ProgressKind.GRANTED, ProgressKind.REFUSED}:
                     return
         raise BrokerUnavailableError(
-            f"the GPU broker at {self.socket_path} hung up before it answered", reason="hung-up"
+            f"the GPU broker at {self.socket_path} closed the connection before it answered", reason="hung-up"
         )
 
     def _payloads(

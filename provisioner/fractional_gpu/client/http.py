@@ -263,7 +263,7 @@ class Call:
 
     def _check(self) -> None:
         if self._given_up.is_set():
-            raise BrokerUnavailableError("the call to the GPU broker was abandoned", reason="hung-up")
+            raise BrokerUnavailableError("the call to the GPU broker was cancelled", reason="hung-up")
 
 
 def _check_size(size: int) -> None:

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         seat = find_seat(options.seat, listing.seats)
         with say_if_slow(f"ending the seat of {_name(seat)} ..."):
             client.release_seat(seat.seat_id)
-    kept = f"; {plural(seat.kernels, 'kernel')} suspended, with all variables" if seat.kernels else ""
+    kept = f"; {plural(seat.kernels, 'kernel')} suspended; all variables are kept" if seat.kernels else ""
     answer(options, {"released": seat}, lambda _: [f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}"])
     return 0
 

@@ -187,7 +187,7 @@ class Pool(HasTraits):
     longest_claim = Setting(
         values.duration(), "1h", "10m", to="longest_claim_ms",
         help="How long a claim may last before it is renewed. A claim (`jupyter gpu lease`) keeps memory for a program that the broker "
-        "does not know, so it cannot be suspended, and it counts against pin_budget. 0: no claims.",
+        "does not know. A claim cannot be suspended, and its time counts against pin_budget. 0: no claims.",
     )
     warn_before = Setting(
         values.duration(), 0, "1m", to="warn_before_ms",
@@ -239,7 +239,7 @@ class Pool(HasTraits):
     )
     exclusive = Setting(
         values.boolean, False, True, to="exclusive",
-        help="If the driver enforces memory limits: the pool's kernels, and all other processes in their control groups, cannot use "
+        help="If the driver enforces memory limits, the pool's kernels and all other processes in their control groups cannot use "
              "devices on which these kernels hold nothing. If False, other programs of the same user or unit can use those devices.",
     )
     suspend_unseen = Setting(

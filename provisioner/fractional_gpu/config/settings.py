@@ -125,8 +125,8 @@ class Settings(HasTraits):
     account_of_unknown_uids = Setting(
         values.account, "", "nobody",
         help="A user of this machine to whom the limits, shares and budgets of all uids without a passwd entry apply. Subordinate uids "
-        "count for their owner in /etc/subuid instead. Name a user that no person works as, because it can see what is charged to "
-        "it. If this is empty, each of these uids counts as a separate user.",
+        "count for their owner in /etc/subuid instead. Name a user account that no person uses, because that user can see the "
+        "charges. If this is empty, each of these uids counts as a separate user.",
     )
     seats_required = Setting(
         values.boolean, False, True,
@@ -185,7 +185,7 @@ class Settings(HasTraits):
     )
     cull_warning = Setting(
         values.duration(), "15m", "1h",
-        help="How long before ending a kernel the broker warns its user, in the notebook and in the status. Running a cell keeps it.",
+        help="How long before ending a kernel the broker warns its user, in the notebook and in the status. A cell keeps the kernel.",
     )
     yielders = Setting(
         parse_yielders, [], ["ollama", "comfyui=http://127.0.0.1:8189"],
@@ -216,8 +216,8 @@ class Settings(HasTraits):
     metrics_users = Setting(
         values.boolean, False, True,
         help="Also publish each user's usage and charges as metrics. User names are personal data: every program that can reach "
-        "metrics_address can read them. On the broker's socket, only administrators can. Each pool names up to 256 users; the "
-        "others are added up.",
+        "metrics_address can read them. On the broker's socket, only administrators can. Each pool names up to 256 users, and "
+        "adds up all others.",
     )
     carbon = Setting(
         carbon.parse_setting, None, 350,

@@ -54,7 +54,7 @@ _FIGURES: Final = (
     _Total("energy_joules", "Total energy that devices drew", "energy_mj", 1e3, of_leases=False),
     _Total("moved_bytes", "Device memory that suspends and resumes of leases moved", "moved_mib", 1 / 2**20),
     _Total("charged_amount", "Charges for leases, in units of the currency", "charge_milli", 1e3, in_money=True),
-    _Total("resident_amount", "Charges for leases if none had been suspended", "resident_milli", 1e3, in_money=True),
+    _Total("resident_amount", "Charges if no lease had been suspended", "resident_milli", 1e3, in_money=True),
 )  # fmt: skip
 
 

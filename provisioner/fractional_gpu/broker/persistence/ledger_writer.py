@@ -250,7 +250,7 @@ def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> 
 def _retentions() -> Iterator[tuple[int, int]]:
     """Yield ever shorter retention times in ms, for the history and for what leases used.
 
-    The history shrinks to an hour first, and then the use of leases.
+    First the history is cut down to an hour, and only then the use of leases.
     """
     history_ms, accounts_ms = HISTORY_MS, ACCOUNTS_MS
     while history_ms > _LEAST_KEPT_MS:

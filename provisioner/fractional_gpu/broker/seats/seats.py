@@ -70,7 +70,7 @@ _MOST_WAITING = 2000
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A request in its pool's queue. Requests with equal contents are different. When one leaves the queue, `seat` or `refused` is set."""
+    """A request in its pool's queue, equal only to itself. When it leaves the queue, `seat` or `refused` is set."""
 
     request: SeatRequest
     group: str

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LEAST_EVERY_MS, _LEAST_LOOK_MS = 50, 100
 EPILOG = """\
 examples:
-  jupyter gpu node agent --engine slurm                    on a node whose name in Slurm is its host's
+  jupyter gpu node agent --engine slurm                    on a node whose name in Slurm is its host name
   jupyter gpu node agent --engine slurm --node gpu07 --pool default=jgpu --pool big=jgpubig
   jupyter gpu node agent --engine slurm --once --json      write once, and show the result
   jupyter gpu node agent --engine kubernetes --node gpu07 --hub-namespace jhub

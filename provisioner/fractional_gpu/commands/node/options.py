@@ -42,7 +42,7 @@ def add_node_options(parser: Parser) -> None:
         "--short-memory",
         None,
         "if the job's memory (--mem) cannot hold the share's data: shrink the share, refuse it, or allow it although its kernels "
-        "may keep others from the GPU (default: fit)",
+        "might keep others from the GPU (default: fit)",
         choices=("fit", "refuse", "allow"),
         default="fit",
     )

@@ -88,17 +88,17 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         Size | None, _help("each host's memory for suspended state (default: the policy's, or 1TiB)")
     ] = None
     swap_fixed: Annotated[Duration, _help("fixed time per swap")] = Duration.of("300ms")
-    save_speed: Annotated[Size, _help("saved per second")] = Size.of("1800MiB")
-    restore_speed: Annotated[Size, _help("restored per second")] = Size.of("4000MiB")
+    save_speed: Annotated[Size, _help("memory saved per second")] = Size.of("1800MiB")
+    restore_speed: Annotated[Size, _help("memory restored per second")] = Size.of("4000MiB")
     parallel_swaps: Annotated[Count, _help("swaps at a time per host")] = 1
     failed_swaps: Annotated[Percent, _help("percent of swaps that fail harmlessly")] = 0
     foresight: Annotated[Duration | None, _help("how long before a GPU cell its user shows activity")] = None
-    false_signs: Annotated[int, Meta(ge=0, le=90), _help("percent of that activity that no cell follows")] = 0
+    false_signs: Annotated[int, Meta(ge=0, le=90), _help("percent of such activity without a cell after it")] = 0
     slowdown: Annotated[bool, _help("busy cells on one device slow each other down")] = True
     every_cell_asks: Annotated[bool, _help("make cells that do not use the GPU wait for it too")] = False
     request: Annotated[Percent, _help("guaranteed percent of a session's cap, if the policy reserves by use")] = 100
     growth_patience: Annotated[
-        Duration, _help("how long a reservation may fail to grow before the session is out of memory")
+        Duration, _help("how long a session waits to reserve more memory before it is out of memory")
     ] = Duration.of("1m")
 
     # what to find out
