@@ -179,7 +179,7 @@ def examine(where: str, subject: Subject) -> list[Finding]:
                 continue
             try:
                 findings.extend(check.make(subject))
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 advice = "fix this; if you have no home folder, set HOME to another folder"
                 findings.append(problem(check.name, f"the check failed: {error}", advice))
             progress.what = f"{what} {plural(len(findings), 'check')} made"

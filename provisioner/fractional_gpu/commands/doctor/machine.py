@@ -50,15 +50,7 @@ _BIGGEST: Final = "a suspended kernel is the biggest process, because its memory
 
 
 def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, proc: Path = PROC) -> Iterator[Finding]:
-    try:
-        system, here = system_headroom(proc=proc), LimitReader(proc=proc).headroom(os.getpid())
-    except (OSError, ValueError) as error:
-        yield problem(
-            "host-memory",
-            f"cannot be read: {error}",
-            "it is needed to suspend kernels; allow access to /proc and cgroups",
-        )
-        return
+    system, here = system_headroom(proc=proc), LimitReader(proc=proc).headroom(os.getpid())
     total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     budget_mib = total_mib if settings is None else settings.host_budget_mib(total_mib)
     room_mib = min(system.mib, budget_mib)
@@ -243,10 +235,7 @@ def _nodes(sys: Path) -> dict[int, int]:
 
 
 def _killed_together(proc: Path) -> Iterator[Finding]:
-    try:
-        folders = memory_groups(os.getpid(), proc=proc).get(2, [])
-    except (OSError, ValueError):
-        return  # `check_memory` reports this
+    folders = memory_groups(os.getpid(), proc=proc).get(2, [])
     together = [folder for folder in folders if _number(folder / "memory.oom.group")]
     if together:
         yield warning(
