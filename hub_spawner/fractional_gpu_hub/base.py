@@ -3,8 +3,8 @@
 Two subclasses get the GPU in different ways:
 
 - With `mixin.FractionalGPUMixin`, the hub takes a seat at the machine's broker and then starts the server.
-- With `engines.spawner.EngineGPUMixin`, the engine (Slurm or Kubernetes) chooses a node, which registers the allocation as a seat at its
-  own broker.
+- With `engines.spawner.EngineGPUMixin`, the engine (Slurm or Kubernetes) chooses a node, and the node registers the allocation as a seat at
+  the node's broker.
 
 `CUDA_VISIBLE_DEVICES` is empty in every server, because a process gets a GPU only through the lease of a kernel.
 """

@@ -220,7 +220,7 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (
             ["--users", "2", "--set", "habit=teaching-lab", "--set", "lunch=1h"],
             2,
-            "and the habit teaching-lab cannot be combined, because it has no lunch break",
+            "and the habit teaching-lab cannot be combined, because that habit has no lunch",
         ),
         (["--trace", "a.csv", "b.csv", *ONE_GPU], 2, "several_gpus=0 only applies to synthetic users"),
         (["--from-ledger", "--set", "weekends=true"], 2, "weekends=true only applies to synthetic users"),

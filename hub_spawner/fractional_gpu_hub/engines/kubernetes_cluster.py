@@ -2,7 +2,7 @@
 
 - This module lists the nodes with the spawner's labels and the server pods in the hub's namespace. It watches and writes nothing, so the
   hub's service account needs only the verb `list` for nodes and pods.
-- The user of a pod comes from `kubespawner`'s annotation, which anyone who may create pods in the namespace can set.
+- The user of a pod comes from `kubespawner`'s annotation. Anyone who can create pods in the namespace can set this annotation.
 - The hub starts the process of the service with a clean environment, so `service.configuration` passes the variables that it needs.
 """
 

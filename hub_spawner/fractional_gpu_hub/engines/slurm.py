@@ -340,7 +340,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return the address of a node in Slurm, which may differ from the node's name. Raises EngineError."""
+        """Return a node's address in Slurm. The address can differ from the node's name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
         return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)
@@ -456,7 +456,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
 
 
 def _guard_route() -> None:
-    """Replace the handler of batchspawner, which would let a request set any attribute of the spawner."""
+    """Replace batchspawner's handler, because it would let a request set any attribute of the spawner."""
     for index, (route, handler) in enumerate(default_handlers):
         if handler is BatchSpawnerAPIHandler:
             default_handlers[index] = (route, _PortHandler)

@@ -109,7 +109,7 @@ async def run(*words: str, stdin: str | None = None, environment: Mapping[str, s
 
 
 def job_id_of(text: str) -> str:
-    """Return the number of the job from the last line of `sbatch --parsable`, which is `ID` or `ID;CLUSTER`. Raises EngineError."""
+    """Return the job's number from the last line of `sbatch --parsable`. This line is `ID` or `ID;CLUSTER`. Raises EngineError."""
     last = (text.strip().splitlines() or [""])[-1].partition(";")[0].strip()
     if not JOB_ID.fullmatch(last):
         raise EngineError(f"sbatch printed {text[:200]!r} instead of a job id")

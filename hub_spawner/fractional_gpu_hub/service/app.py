@@ -1,7 +1,7 @@
-"""The process and the routes of the service, which is a web application.
+"""The web service behind the hub's GPU page: its process and its routes.
 
-The environment contains the address of the service and of the hub's API, which identifies users. The process ends on SIGTERM or when the
-hub that started it is gone, because the next hub starts another one.
+The environment contains the address of the service, and of the hub's API, by which the service identifies users. The process ends on
+SIGTERM or when the hub that started it is gone, because the next hub starts another one.
 """
 
 import asyncio
@@ -204,7 +204,7 @@ class _WhileConnected(_BaseHandler):
     _work: "asyncio.Task[Any] | None" = None
 
     async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - any result of the work
-        """Return the result of `work`, or None if the browser has disconnected, which cancels the work."""
+        """Return the result of `work`. If the browser disconnects, cancel the work and return None."""
         self._work = asyncio.create_task(work)
         await asyncio.wait([self._work])
         return None if self._work.cancelled() else self._work.result()

@@ -78,7 +78,7 @@ class LiveLine:
 
 
 class CellLine:
-    """A line below a running cell, which other threads write. `close` empties the line."""
+    """A line below a running cell. Other threads write the line, and `close` empties it."""
 
     def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
         self._line, self._context = line, context

@@ -1,4 +1,4 @@
-"""Calls to the broker from `%gpu`, which are made immediately or after the cell has ended.
+"""Calls to the broker from `%gpu`, made immediately or after the cell has ended.
 
 `call_broker` makes a call immediately. A separate thread makes the call and the cell's thread waits on a queue, so that an interrupt works
 at any time. An interrupt closes the connection, and the broker withdraws the request if it has not started it. If the broker does not

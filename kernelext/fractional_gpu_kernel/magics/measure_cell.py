@@ -201,6 +201,6 @@ def _held(status: LeaseStatus | None) -> str:
         return ""
     held = f"{'simulated ' if os.environ.get(SIMULATED) else ''}{status.device_name or 'device'}"
     return (
-        f" This kernel itself holds {format_memory(status.lease.reserved_mib)} of the {held}, which the measurement cannot use. To "
-        "free it, run %gpu release in a cell before this one."
+        f" This kernel itself holds {format_memory(status.lease.reserved_mib)} of the {held}, and the measurement cannot use that "
+        "memory. To free it, run %gpu release in a cell before this one."
     )

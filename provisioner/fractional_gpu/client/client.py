@@ -197,7 +197,7 @@ class BrokerClient:
         return self.call(routes.MOVE, request, lease_id)
 
     def evict(self, lease_id: str, request: EvictRequest) -> None:
-        """End the kernel and its lease, which loses the kernel's variables. Only for administrators.
+        """End the kernel and its lease. The kernel's variables are lost. Only for administrators.
 
         Raises BadRequestError without `confirm`.
         """

@@ -68,7 +68,7 @@ def runtime_place() -> Path:
 
 
 def socket_path() -> str:
-    """Return the absolute path of the broker's socket, which has at most 100 bytes. Raises BrokerUnavailableError."""
+    """Return the absolute path of the broker's socket. The path has at most 100 bytes. Raises BrokerUnavailableError."""
     named = os.environ.get("JUPYTER_GPU_SOCKET", "")
     if named:
         named = str(Path(named).absolute())  # brokers and kernels run in other working folders

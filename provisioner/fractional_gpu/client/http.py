@@ -98,7 +98,7 @@ class Connection:
         self._socket.close()
 
     def abort(self) -> None:
-        """Wake a thread that is blocked in a read, which then sees the end of the stream. Thread-safe."""
+        """Wake a thread that is blocked in a read. The thread then sees the end of the stream. Thread-safe."""
         with suppress(OSError):  # already closed: no thread is blocked
             self._socket.shutdown(socket.SHUT_RDWR)
 

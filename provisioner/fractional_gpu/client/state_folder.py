@@ -43,7 +43,7 @@ def ledger_name(*, simulated: bool) -> str:
 
 
 def state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the folder of this socket's broker, which may not exist. `configured` is the setting `state_dir`."""
+    """Return the state folder of this socket's broker, even if the folder does not exist. `configured` is the setting `state_dir`."""
     if configured is not None:
         has_ledger = any(os.path.lexists(configured / name) for name in LEDGER_NAMES)
         return configured / node_name() if is_network(configured) and not has_ledger else configured
@@ -81,7 +81,7 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def own_base(folder: Path) -> Path | None:
-    """Return the folder for the state of all of this user's brokers, which contains `folder`, or None if `folder` was configured."""
+    """Return the folder that contains `folder` and the state of this user's other brokers, or None if `folder` was configured."""
     base = folder.parent.parent
     return base if base in (_state_home(), _spare_base()) else None
 

@@ -68,7 +68,7 @@ def configure(parser: Parser) -> None:
         "DIR",
         "the folder for the ledger: an absolute path on a local disk (default: this host's folder in your state folder)",
     )
-    parser.argument("--settings", "JSON", "settings by name, which override the files; a hub passes these")
+    parser.argument("--settings", "JSON", "settings by name, passed by a hub; they override the configuration files")
     parser.flag(
         "--service",
         "serve all users of the machine; run it as root, outside any job or pod (default socket: "

@@ -17,7 +17,7 @@ _MARK = "# for shares of GPUs (jupyter-fractional-gpu)\n"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    r"""A line of a file, which may continue after `\\`. `begin` is its offset. In `text`, comments are replaced by blanks."""
+    r"""A line of a file, with its continuations after `\\`. `begin` is its offset. In `text`, comments are replaced by blanks."""
 
     file: Path
     begin: int

@@ -102,7 +102,7 @@ class KernelLease:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process might be blocked in a GPU call, which ignores interrupts."""
+        """Resume the lease if its process might be blocked in a GPU call, because such a call ignores interrupts."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 

@@ -16,7 +16,7 @@ class FractionalGPUEngine(NBClientEngine):  # type: ignore[misc] # not installed
         wait_before_cells(waits)
 
         class Known(AsyncKernelManager):
-            """A kernel manager that makes itself known to the hook, because papermill calls the hook without it."""
+            """A kernel manager that makes itself known to the hook, because papermill calls the hook without the manager."""
 
             def __init__(self, **options: Any) -> None:  # noqa: ANN401 - traits
                 super().__init__(**options)

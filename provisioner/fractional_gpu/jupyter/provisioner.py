@@ -126,7 +126,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
         """Check the kernelspec's `config`, take or renew the lease, and put it into the command and the environment.
 
-        Raises FractionalGPUError. If this is cancelled, it may leave a lease without a process, which expires in the broker.
+        Raises FractionalGPUError. If this is cancelled, a lease without a process can remain until it expires in the broker.
         """
         asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)

@@ -2,8 +2,8 @@
 
 - A broker that is killed loses the figures since its last write. This is at most one minute, or ten minutes if there are no leases.
 - The next broker counts this gap for leases that survived it. They count as idle, in the state in which the broker finds them. A lease that
-  ended in the gap counts until the last write. The devices' own counters measure the energy of the gap, which is divided among the
-  surviving leases.
+  ended in the gap counts until the last write. The devices' own counters measure the energy used in the gap. This energy is divided among
+  the surviving leases.
 - Nothing is counted from the last write before a reboot to the first broker after it, because no kernel survives a reboot.
 """
 

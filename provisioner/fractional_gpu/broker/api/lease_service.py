@@ -117,7 +117,7 @@ class LeaseService:
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
-                f"the broker lost its record of this kernel, which keeps its variables; {REMEDY}", reason="lost-lease"
+                f"the broker lost its record of this kernel, but variables are kept; {REMEDY}", reason="lost-lease"
             )
         kernel = self.broker.kernels.get(lease_id)
         itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)

@@ -48,7 +48,7 @@ class ContextSizes:
         return self.estimate_mib(device_name, size.uid) != before
 
     def estimate_mib(self, device_name: str, uid: int) -> int:
-        """Return the estimated context size for this user and device in MiB, which is at least `FLOOR_MIB`."""
+        """Return the estimated context size for this user and device in MiB, at least `FLOOR_MIB`."""
         sizes = self.seen.get(device_name, {}).values()
         all_users = sorted(size.mib for size in sizes)
         quartile = all_users[-(-len(all_users) * 3 // 4) - 1] if all_users else 0

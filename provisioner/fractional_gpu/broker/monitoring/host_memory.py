@@ -1,8 +1,8 @@
 """Protects saved state while host memory is short. Leases resume early if devices have room, and the out-of-memory killer spares kernels.
 
 State saved from a device is in the memory of the kernel's own process. It counts against the machine and against every control group above
-that process. The arbiter receives the budget for all saved state, which is less than what is already saved if the machine runs short. It
-also receives the suspended leases whose own control group is short of memory. The more memory a group has left, the less often it is read.
+that process. The arbiter receives the budget for all saved state (less than what is already saved, if the machine runs short) and the
+suspended leases whose own control group is short of memory. The more memory a group has left, the less often it is read.
 """
 
 import asyncio

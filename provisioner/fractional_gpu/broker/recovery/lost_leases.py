@@ -48,7 +48,7 @@ _LEASE_ID: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carrier:
-    """The oldest process of a user with a lease's id in its environment, which is probably the root of the kernel's process tree."""
+    """A user's oldest process with a lease's id in its environment. It is probably the root of the kernel's process tree."""
 
     lease_id: str
     uid: int

@@ -133,7 +133,7 @@ def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, con
             broker.follow(kernel, identity, connection)
         except (ValueError, zmq.ZMQError) as error:
             # This broker refuses the connection, or its socket is gone.
-            log.warning("lease %s: cannot listen to its kernel, which counts as busy: %s", kernel.lease_id[:8], error)
+            log.warning("lease %s: cannot listen to its kernel, so it counts as busy: %s", kernel.lease_id[:8], error)
             kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
             kernel.connection = connection
     except ProcessLookupError:

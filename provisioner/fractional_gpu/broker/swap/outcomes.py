@@ -35,7 +35,7 @@ def before_checkpoint(code: GPUErrorCode) -> SuspendOutcome:
 def after_checkpoint(code: GPUErrorCode, states: Collection[ProcessState]) -> SuspendOutcome:
     """Return the outcome of a suspend whose checkpoint failed.
 
-    `states` are the driver's answers after the failure, which may be empty.
+    `states` has the driver's answers after the failure, and can be empty.
     """
     if not states or any(state not in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
         return SuspendOutcome.UNKNOWN

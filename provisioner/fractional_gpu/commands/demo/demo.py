@@ -276,7 +276,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
         lease = leases.get(notebook.kernel_id)
         if lease is None:
             raise CommandError(
-                f"{notebook.name}: the broker does not know its kernel, which ran without a share of the GPU"
+                f"{notebook.name}: the broker does not know its kernel, so the kernel ran without a share of the GPU"
             )
         result = result_of(notebook)
         kernels.append(

@@ -175,7 +175,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
     if kept:
         yield warning(
             "broker",
-            f"the broker has {' and '.join(kept)} from the program that started it, which slows every kernel's waits and swaps",
+            f"the broker has {' and '.join(kept)} from the program that started it; this slows every kernel's waits and swaps",
             "run `jupyter gpu broker --restart` in a shell without them; kernels keep running",
         )
 
@@ -325,7 +325,7 @@ def check_cullers(
 ) -> Iterator[Finding]:
     if settings is not None and settings.culls_idle:
         yield ok(
-            "cullers", "they spare kernels that hold GPU state, which the broker ends (cull_idle_after, cull_above)"
+            "cullers", "they spare kernels that hold GPU state; the broker ends those (cull_idle_after, cull_above)"
         )
         return
     everywhere = jupyter_config_path() if folders is None else folders

@@ -493,8 +493,8 @@ class Measurement:
         samples = [one for each in self.study.samples.values() for one in each]
         if any(one.is_company_unknown for one in samples):
             lines.append(
-                "other programs were on the device, which does not report whether they were working; if they were, the figures include "
-                "that"
+                "other programs used memory of the device, but the device does not report whether they were working; if they were, "
+                "they influenced the figures"
             )
         if self.disturbed:
             often = sum(self.disturbed.values())

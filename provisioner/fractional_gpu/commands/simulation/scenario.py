@@ -241,7 +241,7 @@ def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
             raise UsageError(f"{_said(name, given)} only applies to habit=published, not to habit={scenario.habit}")
     if scenario.habit is Habit.TEACHING_LAB and scenario.lunch:
         raise UsageError(
-            f"{_said('lunch', given)} and the habit {scenario.habit} cannot be combined, because it has no lunch break; "
+            f"{_said('lunch', given)} and the habit {scenario.habit} cannot be combined, because that habit has no lunch; "
             f"leave one of them out"
         )
 

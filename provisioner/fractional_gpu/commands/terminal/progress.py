@@ -28,9 +28,9 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 class Progress(AbstractContextManager["Progress"]):
     """Shows what a command does and how far it has got, from its third second until the `with` block ends.
 
-    A thread draws a bar on a terminal, which is erased at the end. To any other output it writes each new text of `what` once, or lines
-    such as `WHAT: 3 of 8 THINGS after 5 s` if the counter is called, at most one every two seconds, and nothing if `silent` is set.
-    `within_s` is the longest time that the command may take, and the bar shows it instead of a count.
+    On a terminal, a thread draws a bar and erases it at the end. To any other output it writes each new text of `what` once, or lines such
+    as `WHAT: 3 of 8 THINGS after 5 s` if the counter is called, at most one every two seconds, and nothing if `silent` is set. `within_s`
+    is the longest time that the command may take, and the bar shows it instead of a count.
     """
 
     def __init__(
