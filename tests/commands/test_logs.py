@@ -74,7 +74,7 @@ def test_nothing_in_the_log_controls_the_terminal(log: Path, capsys: pytest.Capt
         (["--lines", "many"], "--lines must be a number of entries, such as 500, or `all`, not 'many'"),
         (["--lines", "-1"], "--lines must be a number of entries, such as 500, or `all`, not '-1'"),
         (["--since", "long"], "'long' is not a duration"),
-        (["nb.ipynb"], "there is no lease 'nb.ipynb' now"),
+        (["nb.ipynb"], "'nb.ipynb' is not the id of a lease"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,14 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.lease_commands import find_lease
 from fractional_gpu.commands.terminal.arguments import LEASES, Parser
-from fractional_gpu.commands.terminal.connection import broker_if_running
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, Style, UsageError, line, parse_argument, say, write
 from fractional_gpu.core.units import parse_duration_ms
-from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.status import LeaseStatus
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -145,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     last = _number(options.lines)
     since_ms = None if options.since is None else parse_argument(parse_duration_ms, options.since)
     least = datetime.fromtimestamp(0 if since_ms is None else time.time() - since_ms / 1000, UTC)
-    wanted = _wanted(options.level, least, "" if options.lease is None else _short_id(options.lease, options.socket))
+    wanted = _wanted(options.level, least, "" if options.lease is None else _short_id(options.lease))
     numbered = (path.with_name(f"{path.name}.{number}") for number in range(_FILES, 0, -1))
     finished = [one for one in numbered if one.exists()]
     with explained(path, "the log"), closing(growing_lines(path, finished)) as lines:
@@ -183,23 +179,12 @@ def _number(text: str) -> int | None:
     return int(text)
 
 
-def _short_id(name: str, socket: str | None) -> str:
-    leases: list[LeaseStatus] = []
-    try:
-        client = broker_if_running(socket)
-        if client is not None:
-            with client:
-                leases = client.status().leases
-    except FractionalGPUError:
-        pass  # the log is needed most when the broker does not answer
-    try:
-        return find_lease(name, leases).lease_id[:_SHORT_ID]
-    except CommandError:
-        if any(lease.lease_id.startswith(name) for lease in leases):  # the name matches several leases
-            raise
-    if not re.fullmatch(r"[0-9a-f]{4,}", name):
-        raise UsageError(f"there is no lease {name!r} now; if it has ended, give its id or the first 4 to 8 characters")
-    return name[:_SHORT_ID]
+def _short_id(lease: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{4,}", lease):
+        raise UsageError(
+            f"{lease!r} is not the id of a lease; give the id, or its first 4 to 8 characters (`jupyter gpu status` shows them)"
+        )
+    return lease[:_SHORT_ID]
 
 
 def _wanted(level: str, least: datetime, lease: str) -> Callable[[LogEntry], bool]:
