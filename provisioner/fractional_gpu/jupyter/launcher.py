@@ -4,8 +4,7 @@ python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory 
 
 The process *becomes* the kernel, so that its parent can signal it, wait for it and get its exit code. This takes two execs, because the
 broker attaches a process only if the lease's id is in its environment, and only an exec changes the environment. The broker ends the lease
-when the process ends. Each start also cleans up after earlier processes of the kernel. Without a lease no kernel starts: the command prints
-one sentence to stderr and exits with code 1.
+when the process ends. Without a lease no kernel starts: the command prints one sentence to stderr and exits with code 1.
 """
 
 import argparse
@@ -21,7 +20,6 @@ from typing import Any, NoReturn
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kernel
 from fractional_gpu.jupyter.kernel_lease import (
-    KernelLease,
     attach_request,
     environment_with,
     kernel_request,
@@ -81,7 +79,6 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     request = kernel_request(asked, kernel_id=kernel_id, label=label, gated=plan.gated)
     lease = take_lease(request, timeout_s=_TIMEOUT_S, simulate=simulate)
     try:
-        _release_earlier_leases(lease, kernel_id)
         step = [sys.executable, "-P", "-m", _MODULE, "--attach", "--language", options.language, "--", *command]
         os.execve(sys.executable, step, environment_with(lease, os.environ))  # noqa: S606 - no shell is wanted
     except (FractionalGPUError, OSError):
@@ -119,15 +116,6 @@ def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
         f"the command {' '.join(command)[:200]!r} does not name a connection file; add {{connection_file}}, as in the argv of a "
         "kernelspec, and let the program that starts the kernel write that file first"
     )
-
-
-def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
-    """End the leases of earlier processes of this kernel. Until they expire, they would count against the user."""
-    with BrokerClient(lease.socket, timeout_s=_TIMEOUT_S) as client:
-        for other in client.status().leases:
-            if kernel_id and other.kernel_id == kernel_id and other.pid is None and other.lease_id != lease.lease_id:
-                with suppress(FractionalGPUError):
-                    client.release(other.lease_id)
 
 
 if __name__ == "__main__":
