@@ -103,40 +103,25 @@ INTERVAL_S = 0.05
 _MOVING = frozenset({"suspending", "resuming"})
 
 
-@dataclass(slots=True)
-class _Seen:
-    state: str
-    entered_s: float
-    moved_s: float = 0.0
-
-
 class LeaseTracker:
-    """Reports when leases change their state. The times are exact, because a status says how long each lease has been in its state."""
+    """Reports when the leases of these kernels change their state, and adds up how long their memory was being moved."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
-        self._seen: dict[str, _Seen] = {}
+        self.moved_s = dict.fromkeys(names, 0.0)
+        self._seen: dict[str, tuple[str, float]] = {}  # the state of each kernel's lease, and since when
 
     def feed(self, now_s: float, leases: Sequence[LeaseStatus]) -> list[str]:
-        """Return a sentence for each change of state since the last call, oldest first. `now_s` is the time of any monotonic clock."""
-        changes: list[tuple[float, str]] = []
+        """Return a sentence for each change of state since the last call. `now_s` is the time of any monotonic clock."""
+        told: list[str] = []
         for lease in leases:
-            if lease.kernel_id not in self.names:
-                continue
-            entered_s = now_s - lease.age_ms / 1000
-            seen = self._seen.get(lease.kernel_id)
-            if seen is None:
-                self._seen[lease.kernel_id] = _Seen(lease.state, entered_s)
-            elif seen.state != lease.state:
-                if seen.state in _MOVING:
-                    seen.moved_s += max(0.0, entered_s - seen.entered_s)
-                seen.state, seen.entered_s = lease.state, entered_s
-                changes.append((entered_s, f"{self.names[lease.kernel_id]}: {_news(lease)}"))
-        return [sentence for _, sentence in sorted(changes)]
-
-    def moved_s(self, kernel_id: str) -> float:
-        seen = self._seen.get(kernel_id)
-        return seen.moved_s if seen is not None else 0.0
+            if lease.kernel_id in self.names:
+                state, since_s = self._seen.setdefault(lease.kernel_id, (lease.state, now_s))
+                if state != lease.state:
+                    self._seen[lease.kernel_id] = lease.state, now_s
+                    self.moved_s[lease.kernel_id] += now_s - since_s if state in _MOVING else 0.0
+                    told.append(f"{self.names[lease.kernel_id]}: {_news(lease)}")
+        return told
 
 
 def _news(lease: LeaseStatus) -> str:
@@ -284,7 +269,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
                 name=notebook.name,
                 kernelspec=notebook.kernelspec,
                 lease=lease,
-                moved_s=tracker.moved_s(notebook.kernel_id),
+                moved_s=tracker.moved_s[notebook.kernel_id],
                 compared_bytes=int(result["bytes"]),
                 state_intact=result["intact"] is True,
             )
