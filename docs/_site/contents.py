@@ -17,6 +17,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "Run a hub": (
         "For administrators of a JupyterHub or a workstation: many users on few GPUs.",
         (
+            "planning",
             "hub",
             "tljh",
             "teaching",

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.cluster_doors [--seeds 1,2] [--json]
 
 One day of synthetic users with one GPU each, on four hosts of two or four GPUs of 80 GiB, with about five or ten users for each GPU. The
-last row of each case is a run with `--set door=random`.
+rows are the baseline `reservation`, and runs with `--set door=slurm-shards` and so on.
 """
 
 import argparse
@@ -13,17 +13,18 @@ import time
 from collections.abc import Sequence
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.engine_door import EngineDoor
 from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
-from tests.benchmarks.engine_queue import EngineDoor, WaitTerms, run_engine
 
 CASES = ((40, 2), (80, 2), (80, 4), (160, 4))  # users, GPUs of each host
 HOSTS = 4
-TARGET_MS = WaitTerms().target_ms
+TARGET_MS = 30_000  # as a pool's usual `wait_target`; the usual `wait_bound` is 5 %
 
 
 def hosts_with(gpus: int) -> tuple[Host, ...]:
@@ -39,10 +40,10 @@ def hosts_with(gpus: int) -> tuple[Host, ...]:
 def runs(hosts: Sequence[Host], trace: Sequence[Session], seed: int) -> dict[str, Result]:
     """Return the result of each way."""
     return {
-        "engine-whole": run_engine(hosts, trace, EngineDoor.WHOLE),
-        "engine-shards": run_engine(hosts, trace, EngineDoor.SHARDS),
-        "engine-count": run_engine(hosts, trace, EngineDoor.COUNT),
-        "random node": simulate(hosts, trace, door=Door(hosts, trace, DoorRule.RANDOM, seed)),
+        "reservation": run_baseline("reservation", hosts, trace),
+        "slurm-shards": run_baseline("static-fraction", hosts, trace),
+        "slurm-count": simulate(hosts, trace, door=EngineDoor(hosts, trace, target_ms=TARGET_MS, bound_milli=50)),
+        "random": simulate(hosts, trace, door=Door(hosts, trace, DoorRule.RANDOM, seed)),
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.commands.main import main
 
-KEYS = [
+KEYS = [  # of each run
     "sessions",
     "cells",
     "gpu_cells",
@@ -58,7 +58,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 def test_json_has_the_promised_keys_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     figures = simulated(capsys, "--users", "3", "--devices", "2x80GiB", *MANY_SWAPS)
-    assert list(figures) == KEYS
+    assert list(figures) == ["answer", *KEYS]
     waits = figures["wait_s"]
     assert isinstance(waits, dict)
     assert list(waits) == ["p50", "p90", "p95", "p99", "max"]
@@ -70,13 +70,15 @@ def test_baselines_are_shown_with_the_run(capsys: pytest.CaptureFixture[str], tm
     baselines = ("--baseline", "reservation", "--baseline", "time-slice")
     arguments = ("--users", "3", *MANY_SWAPS, *baselines, "--picture", str(picture))
     figures = simulated(capsys, *arguments)
-    assert list(figures) == [*KEYS, "baselines"]
+    assert list(figures) == ["answer", *KEYS, "baselines"]
     shown = figures["baselines"]
     assert isinstance(shown, dict)
     assert [list(one) for one in shown.values()] == [KEYS, KEYS]
     assert "time-slice" in picture.read_text()
     assert main(["simulate", *arguments]) == 0
     table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("3 users on 8 devices of 80 GiB: ")
+    del table[: table.index("") + 1]
     assert table[0].split() == ["fractional", "reservation", "time-slice"]
     assert table[1].split() == ["sessions", "12", "12", "12"]
     cells = next(line.split() for line in table if line.startswith("cell forecast off by"))
@@ -194,7 +196,13 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
             2,
             "without --find-devices is not allowed; give a number of hosts",
         ),
-        (["--users", "2", "--hosts", "2x(8x80GiB)", "--find-devices"], 2, "is not allowed; use '?x(8x80GiB)'"),
+        (["--users", "2", "--set", "seeds=3"], 2, "seeds=3 needs find_devices"),
+        (["--from-ledger", "--find-devices", "--set", "seeds=3"], 2, "seeds=3 only applies to synthetic users"),
+        (
+            ["--users", "2", "--set", "door=slurm-shards", "--set", "meter=true"],
+            2,
+            "meter and door=slurm-shards cannot be combined: there is no broker",
+        ),
         (
             ["--users", "2", "--hosts", "2x(8x80GiB)", "--devices", "8x80GiB"],
             2,

@@ -3,13 +3,15 @@
 import argparse
 import json
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from fractional_gpu import __version__
+from fractional_gpu.commands.simulation.answer import Answer
 from fractional_gpu.commands.simulation.machine import MOST_DEVICES, MachineOptions, check_pools, read_meter
 from fractional_gpu.commands.simulation.scenario import USUAL_P95_WAIT, Scenario, keys_help, read_scenario
 from fractional_gpu.commands.simulation.scenario import configure as configure_scenario
@@ -22,24 +24,31 @@ from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import CULL_AFTER_MS, WAITING, run_baseline
 from fractional_gpu.simulator.experience import Goal
-from fractional_gpu.simulator.hosts import Door
+from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import RunMeter, write_usage
-from fractional_gpu.simulator.picture import RunDescription, picture
+from fractional_gpu.simulator.picture import RunDescription, headline, picture
 from fractional_gpu.simulator.record import recording, replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
+from fractional_gpu.simulator.search import (
+    devices_for_cells,
+    devices_for_sessions,
+    fewest_for_each,
+    gpus_reserved_at_once,
+)
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, write_sessions
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+OURS = "fractional"
 _MOST_IN_A_HOST = 16  # in GPUs; no host on the market has more
 _EXAMPLES = """\
 examples:
   jupyter gpu simulate --users 50 --devices 8x80GiB
   jupyter gpu simulate --users 50 --hosts '8x(8x80GiB)' --baseline static-fraction
+  jupyter gpu simulate --users 300 --hosts '12x(4x80GiB)' --find-devices --set seeds=3 --set several_gpus=0 --set door=slurm-count
   jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
   jupyter gpu simulate --trace sessions.csv cells.csv --policy jupyter_gpu_config.py --json
   jupyter gpu simulate --scenario week.toml --set groups=physics:2,teaching:1@small --policy prices.py
@@ -71,8 +80,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(scenario: Scenario, options: argparse.Namespace) -> int:
-    machine = MachineOptions(scenario)
-    trace = read_trace(scenario)
+    seeds = range(scenario.seed, scenario.seed + scenario.seeds)
+    machines = [MachineOptions(replace(scenario, seed=seed)) for seed in seeds]
+    cases = [(machine, read_trace(machine.scenario)) for machine in machines]
+    machine, trace = cases[0]
     check_pools(scenario, trace)
     meter = read_meter(scenario, machine)
     if scenario.write_trace is not None:
@@ -81,21 +92,29 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
     goal = Goal(p95_wait_ms=scenario.p95_wait, p99_wait_ms=scenario.p99_wait, p95_late_ms=scenario.p95_late)
     if goal == Goal():
         goal = Goal(p95_wait_ms=USUAL_P95_WAIT)
-    hosts = machine.hosts()
-    if scenario.find_devices:
-        result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, machine, goal))
-        hosts = machine.hosts(result.hosts if machine.several else result.devices)
-    else:
-        result = _simulate(hosts, trace, machine, None, meter)
-    baselines = [_baseline(name, trace, machine, hosts, goal) for name in dict.fromkeys(scenario.baselines)]
+    ours = "static-fraction" if scenario.door is DoorRule.SLURM_SHARDS else OURS
+    with Progress(ours) as progress:
+        answers = [_fewest(ours, cases, goal, progress, machine.limit)] if scenario.find_devices else []
+        hosts = machine.hosts(answers[0].count if answers else None)
+        results = [answers[0].results[0] if answers else _simulate(ours, machine, trace, hosts, progress, meter=meter)]
+        for name in dict.fromkeys(scenario.baselines):
+            if scenario.find_devices and name in WAITING:
+                answers.append(_fewest(name, cases, goal, progress))
+                results.append(answers[-1].results[0])
+            else:
+                results.append(_simulate(name, machine, trace, hosts, progress))
+    about = _about(scenario, trace, hosts)
+    answer: dict[str, Any] = {"sentence": headline(results[0], about)}
+    if answers:
+        answer = {"sentence": answers[0].sentence(answers[1:]), **answers[0].figures()}
     if options.picture is not None:
-        page = picture([result, *baselines], _about(scenario, trace, hosts))
+        page = picture(results, about, answer["sentence"])
         _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
     usage = usage_figures(meter) if meter is not None else {}
     if meter is not None and scenario.usage is not None:
         file = Path(scenario.usage)
         _writing(file, lambda: write_usage(file, meter, hosts))
-    _print(scenario, result, baselines, usage, as_json=options.json)
+    _print(scenario, answer, results, usage, as_json=options.json)
     most = max(len(host.devices) for host in hosts)
     if most > _MOST_IN_A_HOST:
         say(f"note: {most} devices are in one host, more than any real host has; use more hosts (--hosts)", sys.stderr)
@@ -103,11 +122,17 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
 
 
 def _print(
-    scenario: Scenario, result: Result, baselines: Sequence[Result], usage: dict[str, dict[str, Any]], *, as_json: bool
+    scenario: Scenario,
+    answer: dict[str, Any],
+    results: Sequence[Result],
+    usage: dict[str, dict[str, Any]],
+    *,
+    as_json: bool,
 ) -> None:
     recorded = recorded_waits(read_history(scenario.from_ledger)) if scenario.from_ledger is not None else None
+    result, *baselines = results
     if as_json:
-        shown = result.as_json() | ({"usage": usage} if usage else {})
+        shown = {"answer": answer} | result.as_json() | ({"usage": usage} if usage else {})
         if recorded is not None:
             shown["recorded"] = compared(recorded, result.waits)
         if baselines:
@@ -115,7 +140,7 @@ def _print(
         print(json.dumps(shown))
         return
     width = terminal_width(sys.stdout)
-    parts = [_table([result, *baselines], width)]
+    parts = [fitted([answer["sentence"]], width), _table(results, width)]
     if usage:
         parts.append(usage_table(usage, width))
     if recorded is not None:
@@ -125,46 +150,31 @@ def _print(
 
 
 def _fewest(
-    name: str, machine: MachineOptions, trace: Sequence[Session], goal: Goal, run: Callable[[Sequence[Host]], Result]
-) -> Result:
-    most_gpus = max(1, *(max(session.gpus, session.most_gpus) for session in trace))
-    wanted = min(
-        MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace))
-    )  # each session has its own devices
-    if not machine.several:
-        start = _start(name, trace, machine.hosts(most_gpus)[0])
-        return fewest(lambda count: run(machine.hosts(count)), goal, wanted, least=most_gpus, start=start)
-    (host,) = machine.hosts(1)
-    each, most = len(host.devices), min(MOST_DEVICES // len(host.devices), len(trace))
-    start = -(-_start(name, trace, host) // each)
-    return fewest(lambda count: run(machine.hosts(count)), goal, max(1, most), start=start, counted="hosts")
-
-
-def _baseline(
-    name: str, trace: Sequence[Session], machine: MachineOptions, hosts: Sequence[Host], goal: Goal
-) -> Result:
-    scenario = machine.scenario
-
-    def run(found: Sequence[Host], *, goal: Goal | None = None) -> Result:
-        with Progress(f"{name}, {_devices_of(found)}") as progress:
-            return run_baseline(
-                name,
-                found,
-                trace,
-                rule=scenario.door,
-                seed=scenario.seed,
-                mps_fill_percent=scenario.mps_fill,
-                goal=goal,
-                progress=progress.counter("sessions"),
-            )
-
-    began = time.perf_counter()
-    if scenario.find_devices and name in WAITING:
-        result = _fewest(name, machine, trace, goal, lambda found: run(found, goal=goal))
+    name: str,
+    cases: Sequence[tuple[MachineOptions, Sequence[Session]]],
+    goal: Goal,
+    progress: Progress,
+    limit: int | None = None,
+) -> Answer:
+    """Find the fewest devices, or at most `limit` hosts, that meet the goal for each seed."""
+    machine, trace = cases[0]
+    sessions = [session for _, sessions in cases for session in sessions]
+    if machine.several:
+        (host,), counted, least = machine.hosts(1), "hosts", 1
+        each = len(host.devices)
+        most = limit or max(1, min(MOST_DEVICES // each, len(sessions)))
     else:
-        result = run(hosts)
-    result.wall_s = time.perf_counter() - began
-    return result
+        counted, each, least = "devices", 1, max(1, *(max(session.gpus, session.most_gpus) for session in sessions))
+        (host,) = machine.hosts(least)
+        most = min(MOST_DEVICES, sum(max(1, session.gpus) for session in sessions))  # each session has its own devices
+
+    def run(case: int, count: int) -> Result:
+        machine, trace = cases[case]
+        return _simulate(name, machine, trace, machine.hosts(count), progress, goal=goal)
+
+    start = -(-_start(name, trace, host) // each)
+    results, by_seed = fewest_for_each(run, len(cases), goal, most, least=least, start=start, counted=counted)
+    return Answer(results=results, by_seed=by_seed, counted=counted, goal=goal, of=limit)
 
 
 def _start(name: str, trace: Sequence[Session], host: Host) -> int:
@@ -182,24 +192,30 @@ def _start(name: str, trace: Sequence[Session], host: Host) -> int:
 
 
 def _simulate(
-    hosts: Sequence[Host],
-    trace: Sequence[Session],
+    name: str,
     machine: MachineOptions,
-    goal: Goal | None,
+    trace: Sequence[Session],
+    hosts: Sequence[Host],
+    progress: Progress,
+    *,
+    goal: Goal | None = None,
     meter: RunMeter | None = None,
 ) -> Result:
-    record = Path(machine.scenario.record) if machine.scenario.record is not None else None
-    door = Door(hosts, trace, machine.scenario.door, machine.scenario.seed)
-    with Progress(_devices_of(hosts)) as progress, recording(record, hosts, trace, door=door.rule) as log:
-        result = simulate(
-            hosts, trace, door=door, record=log, goal=goal, progress=progress.counter("sessions"), meter=meter
+    scenario, began_s = machine.scenario, progress.seconds
+    ways = [*([f"seed {scenario.seed}"] if scenario.seeds > 1 else []), *([name] if name != OURS else [])]
+    progress.what = ", ".join([*ways, plural(sum(len(host.devices) for host in hosts), "device")])
+    counter = progress.counter("sessions")
+    if name == OURS:
+        record, door = Path(scenario.record) if scenario.record is not None else None, machine.door(hosts, trace)
+        with recording(record, hosts, trace, door=door.rule) as log:
+            result = simulate(hosts, trace, door=door, record=log, goal=goal, progress=counter, meter=meter)
+    else:
+        rule, seed, fill = scenario.door, scenario.seed, scenario.mps_fill
+        result = run_baseline(
+            name, hosts, trace, rule=rule, seed=seed, mps_fill_percent=fill, goal=goal, progress=counter
         )
-    result.wall_s = progress.seconds
+    result.wall_s = progress.seconds - began_s
     return result
-
-
-def _devices_of(hosts: Sequence[Host]) -> str:
-    return plural(sum(len(host.devices) for host in hosts), "device")
 
 
 def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) -> RunDescription:

@@ -5,7 +5,7 @@ what its devices offer in the session's pool, minus this amount. The door does n
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -81,15 +81,20 @@ class DoorRule(StrEnum):
     FIT = "fit"
     MOST_FREE = "most-free"
     RANDOM = "random"
+    SLURM_COUNT = "slurm-count"  # `engine_door`
+    SLURM_SHARDS = "slurm-shards"  # the baseline `static-fraction`
 
 
 class Door:
     """Chooses the host of each session. `seed` is for the rule `RANDOM`, which gives more sessions to hosts with more devices."""
 
+    notice_ms = 0  # from a session's end until a waiting session may get its room
+
     def __init__(
         self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule = DoorRule.FIT, seed: int = 1
     ) -> None:
         self.rule, self._seed = rule, seed
+        self.queue: list[Session] = []  # sessions without a host
         self._sizes = [len(host.devices) for host in hosts]
         self._leases = Leases(hosts, trace)
         self._room_mib = [{pool.name: sum(host.leasable_in(pool)) for pool in host.pools} for host in hosts]
@@ -98,13 +103,23 @@ class Door:
             [0] * len(hosts),
         )  # open sessions with one GPU, and with several
 
-    def choose(self, session: Session) -> tuple[int, LeaseSpec]:
-        able = {
-            host: lease for host in range(len(self._room_mib)) if (lease := self._leases.on(host, session)) is not None
-        }
+    def admitted(self) -> Iterator[tuple[Session, int, LeaseSpec]]:
+        """Take sessions that get a host from the queue. A later session that fits passes one that does not."""
+        for session in list(self.queue):
+            if (chosen := self.choose(session)) is not None:
+                self.queue.remove(session)
+                yield session, *chosen
+
+    def choose(self, session: Session) -> tuple[int, LeaseSpec] | None:
+        """Return the session's host and lease, or None if it has to wait until another session ends."""
+        able = self._able(session)
         host = self._choose(session, able)
         self._count(host, able[host], 1)
         return host, able[host]
+
+    def _able(self, session: Session) -> dict[int, LeaseSpec]:
+        each = ((host, self._leases.on(host, session)) for host in range(len(self._room_mib)))
+        return {host: lease for host, lease in each if lease is not None}
 
     def _choose(self, session: Session, able: Mapping[int, LeaseSpec]) -> int:
         if self.rule is DoorRule.RANDOM:  # each session has its own random numbers

@@ -83,6 +83,7 @@ class Kernel:
     reserved_mib: int = 0  # how much it may use on each of its devices
     memory_mib: int = 0  # how much its process holds on each device, or how much was saved from each to the host
     next_cell: int = 0
+    door_ms: int = 0  # its wait for a host, if not yet counted in a cell's lateness
     asked_ms: int = 0
     waiting: bool = False
     growing: bool = False  # let in, but short of memory for its cell
@@ -228,11 +229,12 @@ class HostRun:
         if kernel.over:
             self._run.ended()
             return
-        self.experience.entered(0)  # the lease is granted at once; its cells wait
+        kernel.door_ms = self.now_ms - session.open_ms
+        self.experience.entered(kernel.door_ms)  # the lease is granted at once; its cells wait
         self.send(Attached(at_ms=self.now_ms, lease_id=lease.lease_id, gated=True))
-        first = session.cells[0].start_ms if session.cells else session.close_ms
-        self._expect(kernel, first - self.now_ms)
-        self.at(first, partial(self._next, kernel))
+        thinks_ms = (session.cells[0].start_ms if session.cells else session.close_ms) - session.open_ms
+        self._expect(kernel, thinks_ms)
+        self.after(thinks_ms, partial(self._next, kernel))
 
     def _expect(self, kernel: Kernel, gap_ms: int) -> None:
         at_end = kernel.next_cell == len(kernel.session.cells)
@@ -392,7 +394,8 @@ class HostRun:
                 worked_ms = kernel.cell.util_percent * kernel.cell.duration_ms
                 self._measure(kernel, worked_ms * 10 // kernel.ran_ms)
             alone_ms = kernel.cell.duration_ms
-            self.experience.ended(kernel.session.user, self.now_ms - kernel.asked_ms - alone_ms, alone_ms)
+            late_ms, kernel.door_ms = kernel.door_ms + self.now_ms - kernel.asked_ms - alone_ms, 0
+            self.experience.ended(kernel.session.user, late_ms, alone_ms)
         self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=False))
         self.done(kernel)
 

@@ -50,7 +50,8 @@ class Axis:
     marks: Sequence[tuple[float, str]]
 
 
-def picture(results: Sequence[Result], about: RunDescription) -> str:
+def picture(results: Sequence[Result], about: RunDescription, answer: str = "") -> str:
+    """Return the page. It begins with the `answer` of a search, or else with the first result's headline."""
     over_time: list[tuple[str, Callable[[Timeline], Sequence[int]]]] = [
         ("Devices on which leases hold memory", lambda timeline: timeline.devices_held),
         ("Cells that run on a GPU (on four GPUs: four)", lambda timeline: timeline.busy),
@@ -60,7 +61,7 @@ def picture(results: Sequence[Result], about: RunDescription) -> str:
     charts.append(("Waits: the share of GPU cells that waited at most this long", _waits(results)))
     figures = [(name, [f"{value(one):,.12g}" for one in results]) for name, value in _figures(results)]
     return render(
-        "runs.html", headline=headline(results[0], about), names=[one.name for one in results], figures=figures,
+        "runs.html", headline=answer or headline(results[0], about), names=[one.name for one in results], figures=figures,
         charts=charts, about=about,
     )  # fmt: skip
 
@@ -77,6 +78,8 @@ def headline(result: Result, about: RunDescription) -> str:
         said += f"{free_percent:g} % of the GPU cells did not wait, and the others at most {longest}"
     else:
         said += f"95 % of the GPU cells waited at most {_duration(waits.percentile_ms(95))}"
+    if late_percent := result.doors.nonzero_percent():
+        said += f"; {late_percent:g} % of the sessions waited to begin, 5 % at least {_duration(result.doors.percentile_ms(95))}"
     said += f"; whole GPUs for each open session would have taken {plural(about.whole_gpus, 'device')}"
     if result.out_of_memory:
         said += f"; {plural(result.out_of_memory, 'time')} a cell found too little memory"

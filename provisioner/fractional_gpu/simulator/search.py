@@ -1,6 +1,7 @@
 """Finds the fewest devices or hosts that meet a goal, by running the same trace with different numbers of them."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.experience import Goal
@@ -30,9 +31,7 @@ def fewest(
         if not missed:
             good, enough = result, count
         elif count >= most:
-            raise SimulationError(
-                f"with {most} {counted} {missed}; allow longer waits (p95_wait, p99_wait, p95_late) or simulate faster swaps"
-            )
+            raise SimulationError(_too_few(most, counted, missed))
         else:
             too_few = count
         if good is None:
@@ -42,6 +41,39 @@ def fewest(
         else:
             count = (enough + too_few) // 2
     return good
+
+
+def fewest_for_each(
+    run: Callable[[int, int], Result],
+    traces: int,
+    goal: Goal,
+    most: int,
+    *,
+    least: int = 1,
+    start: int = 1,
+    counted: str = "devices",
+) -> tuple[list[Result], list[int]]:
+    """Search for each of several traces, and return all runs with a number that suffices for all, and the fewest for each alone.
+
+    `run` is called with the trace, from 0, and the number of devices (or other `counted` units). The number for all is at least the largest
+    of the traces' numbers. It is larger if a trace misses the goal with it although a smaller number met it. See `fewest` for errors.
+    """
+    runs, counts = cache(run), list[int]()
+    for trace in range(traces):
+        start = counts[-1] if counts else start
+        one = fewest(partial(runs, trace), goal, most, least=least, start=start, counted=counted)
+        counts.append(one.hosts if counted == "hosts" else one.devices)
+    missed = ""
+    for enough in range(max(counts), most + 1):
+        found = [runs(trace, enough) for trace in range(traces)]
+        missed = next((said for one in found if (said := one.missed(goal))), "")
+        if not missed:
+            return found, counts
+    raise SimulationError(_too_few(most, counted, missed))
+
+
+def _too_few(most: int, counted: str, missed: str) -> str:
+    return f"with {most} {counted} {missed}; allow longer waits (p95_wait, p99_wait, p95_late) or simulate faster swaps"
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fractional_gpu.core.forecasts.outcomes import ForecastOutcome
+from fractional_gpu.core.model import LeaseSpec
 from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, Machine, Moments, hosts_of
 from fractional_gpu.simulator.metering import RunMeter
@@ -53,20 +54,21 @@ def simulate(
         if progress is not None:
             progress(ended, len(trace))
 
-    state = RunState(
-        moments=moments,
-        accounts=accounts,
-        watch=watch,
-        record=record,
-        meter=meter,
-        over=gate.closed,
-        ended=ends,
-    )
+    def over(host: int, lease: LeaseSpec) -> None:
+        gate.closed(host, lease)
+        if gate.queue:
+            moments.at(moments.now_ms + gate.notice_ms, serve)
+
+    state = RunState(moments=moments, accounts=accounts, watch=watch, record=record, meter=meter, over=over, ended=ends)
     runs = [HostRun(number, host, state) for number, host in enumerate(hosts)]
 
     def opens(session: Session) -> None:
-        host, lease = gate.choose(session)
-        runs[host].open(session, lease)
+        gate.queue.append(session)
+        serve()
+
+    def serve() -> None:
+        for session, host, lease in gate.admitted():
+            runs[host].open(session, lease)
 
     def passing(at_ms: int) -> None:
         accounts.advance(at_ms)

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 from fractional_gpu.commands.simulation.scenario import Scenario
 from fractional_gpu.commands.terminal.text import UsageError
-from fractional_gpu.config import ConfigError, Settings, load
+from fractional_gpu.config import ConfigError, Pool, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib
+from fractional_gpu.simulator.engine_door import EngineDoor
+from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.metering import Metering, Power, RunMeter
@@ -24,7 +26,9 @@ _FORM = (
 
 
 class MachineOptions:
-    """The options for the machine. `shapes` lists the MiB of each GPU for each host, or for one host with `--find-devices`.
+    """The options for the machine. `shapes` lists the MiB of each GPU for each host. A search may take more hosts like the last.
+
+    `limit` is the number of hosts that there are, or None if a search may take any.
 
     Raises UsageError or ConfigError.
     """
@@ -41,11 +45,21 @@ class MachineOptions:
         self.several = scenario.hosts is not None  # --hosts was given
         if scenario.hosts is not None:
             self.shapes = _hosts(scenario.hosts)
+        self.limit = len(self.shapes) if self.several and "?" not in (scenario.hosts or "") else None
+
+    def door(self, hosts: Sequence[Host], trace: Sequence[Session]) -> Door:
+        scenario = self.scenario
+        if scenario.door is not DoorRule.SLURM_COUNT:
+            return Door(hosts, trace, scenario.door, scenario.seed)
+        pool = self.settings.first_pool if self.settings is not None else Pool()
+        return EngineDoor(hosts, trace, target_ms=pool.wait_target, bound_milli=pool.wait_bound)
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
         shapes = self.shapes
-        if count is not None:
-            shapes = shapes[:1] * count if self.several else [(shapes[0][0],) * count]
+        if count is not None and self.several:
+            shapes = [*shapes[:count], *shapes[-1:] * (count - len(shapes))]
+        elif count is not None:
+            shapes = [(shapes[0][0],) * count]
         made = {shape: self._host(shape) for shape in dict.fromkeys(shapes)}
         return tuple(made[shape] for shape in shapes)
 

@@ -59,6 +59,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     users: Annotated[Count | None, _help("synthetic build-phase users")] = None
     days: Annotated[Count, _help("number of days they work")] = 1
     seed: Annotated[int, _help("seed of the synthetic sessions")] = 1
+    seeds: Annotated[Count, _help("number of seeds, from `seed` on, that a search must satisfy")] = 1
     sessions: Annotated[str | None, _help("CSV of sessions, with `cells`")] = None
     cells: Annotated[str | None, _help("CSV of executed cells, with `sessions`")] = None
     from_ledger: Annotated[str | None, _help("a broker's ledger; empty: your own broker's")] = None
@@ -81,7 +82,9 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
     # the machine
     devices: Annotated[str, _help("the GPUs of one host")] = "8x80GiB"
-    hosts: Annotated[str | None, _help("several hosts: '4x(8x80GiB),2x(4x40GiB)'; to search '?x(8x80GiB)'")] = None
+    hosts: Annotated[str | None, _help("hosts: '4x(8x80GiB),2x(4x40GiB)'; to search without limit '?x(8x80GiB)'")] = (
+        None
+    )
     door: Annotated[DoorRule, _help("how a session gets a host when it opens: " + ", ".join(DoorRule))] = DoorRule.FIT
     policy: Annotated[str | None, _help("a broker's configuration file")] = None
     host_memory: Annotated[
@@ -149,25 +152,27 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 _OUTPUTS: Final = frozenset(["write_trace", "record", "replay", "meter", "usage", "power", "power_noise"])
 _OF_PUBLISHED: Final = ("pace", "memory_of", "several_gpus", "joint_starts")
 _MADE_UP: Final = (
-    *("days", "habit", *_OF_PUBLISHED, "lunch", "weekends", "weekend_users", "time_zones", "ask_error", "urgent_users"),
+    *("days", "seeds", "habit", *_OF_PUBLISHED, "lunch", "weekends", "weekend_users"),
+    *("time_zones", "ask_error", "urgent_users"),
 )
 _GOALS: Final = ("p95_wait", "p99_wait", "p95_late")
 _OF_METER: Final = ("power", "power_noise")
 
 # Keys that require another key.
 _NEEDS: Final = (
-    *((goal, ("find_devices",)) for goal in _GOALS),
+    *((name, ("find_devices",)) for name in (*_GOALS, "seeds")),
     *((name, ("meter", "usage")) for name in _OF_METER),
     ("sessions", ("cells",)),
     ("cells", ("sessions",)),
     ("false_signs", ("foresight",)),
     ("weekend_users", ("weekends",)),
 )
-_ONE_RUN = "it applies to one run, but a search makes several; search first"
+_OF_ONE_RUN: Final = ("record", "meter", "usage")
+_ONE_RUN: Final = "it applies to one run, but a search makes several; search first"
 # Keys that exclude each other, and the reason.
 _EXCLUDES: Final = (
     ("devices", "hosts", "`devices` describes one host, and `hosts` several"),
-    *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage")),
+    *((one, "find_devices", _ONE_RUN) for one in _OF_ONE_RUN),
     *(("replay", name, "a replay runs no sessions") for name in Scenario.__struct_fields__ if name != "replay"),
 )
 
@@ -228,7 +233,13 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
         raise UsageError(f"{_said('foresight', given)} is not valid; use a time above 0, such as 20s")
     if unknown := [name for name in scenario.baselines if name not in BASELINES]:
         raise UsageError(f"unknown baseline {unknown[0]!r}; choose from: {', '.join(BASELINES)}")
-    _check_hosts(scenario)
+    if not scenario.find_devices and (scenario.hosts or "").strip().startswith("?"):
+        raise UsageError(
+            f"--hosts {scenario.hosts!r:.60} without --find-devices is not allowed; give a number of hosts, such as '4x(8x80GiB)', or add "
+            "--find-devices"
+        )
+    if scenario.door is DoorRule.SLURM_SHARDS and (name := next((one for one in _OF_ONE_RUN if one in given), "")):
+        raise UsageError(f"{name} and door=slurm-shards cannot be combined: there is no broker; leave one of them out")
 
 
 def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
@@ -243,18 +254,6 @@ def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
         raise UsageError(
             f"{_said('lunch', given)} and the habit {scenario.habit} cannot be combined, because that habit has no lunch; "
             f"leave one of them out"
-        )
-
-
-def _check_hosts(scenario: Scenario) -> None:
-    if scenario.hosts is not None and scenario.hosts.strip().startswith("?") != scenario.find_devices:
-        instead = (
-            "use '?x(8x80GiB)'"
-            if scenario.find_devices
-            else "give a number of hosts, such as '4x(8x80GiB)', or add --find-devices"
-        )
-        raise UsageError(
-            f"--hosts {scenario.hosts[:60]!r} {'with' if scenario.find_devices else 'without'} --find-devices is not allowed; {instead}"
         )
 
 
@@ -289,7 +288,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--hosts",
         metavar="Nx(NxSIZE)",
-        help="hosts with their GPUs, such as '4x(8x80GiB)'; with --find-devices '?x(8x80GiB)'",
+        help="hosts with their GPUs, such as '4x(8x80GiB)'; with --find-devices at most these, or '?x(8x80GiB)'",
     )
     add("--policy", metavar="FILE", help="a broker's configuration file (default: a broker's default pool)")
     add("--find-devices", action="store_true", help="find the fewest devices, or hosts, with short enough waits")
