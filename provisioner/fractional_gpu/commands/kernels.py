@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
+from msgspec import to_builtins
 
 from fractional_gpu.commands.terminal.arguments import FRACTIONS, KERNELSPECS, POOLS, Parser, checked_simulate
 from fractional_gpu.commands.terminal.connection import started_broker
@@ -215,16 +216,7 @@ def _remove(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     specs = list_installed(_place(options))
     if options.json:
-        shown = ("name", "display_name", "pool", "fraction_milli", "gated", "simulated", "launcher", "base")
-        listed = [
-            {
-                **{name: getattr(spec, name) for name in shown},
-                "folder": str(spec.folder),
-                "shadowed_by": None if spec.shadowed_by is None else str(spec.shadowed_by),
-            }
-            for spec in specs
-        ]
-        print(json.dumps({"kernels": listed}))
+        print(json.dumps({"kernels": to_builtins(specs, enc_hook=str)}))
         return 0
     if not specs:
         print("No kernels are installed; add some with `jupyter gpu kernels install`.")
