@@ -6,7 +6,6 @@ seconds. The measurement ends when every interval is narrow enough or the time i
 """
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -16,11 +15,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker
@@ -195,17 +196,11 @@ def as_json(findings: Sequence[Finding], most_slower: float, about: Mapping[str,
         **about,
         "most_slower": most_slower,
         "suffices_milli": best.setting.fraction_milli if best is not None else None,
-        "settings": [_plain(asdict(one)) for one in findings],
+        "settings": findings,
         "sentences": sentences(findings, most_slower),
         "table": [one.plain for one in figures(findings)],
     }
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"  # NaN becomes null
 
 
 def picture(findings: Sequence[Finding]) -> str:
