@@ -50,14 +50,10 @@ _SETTINGS: Final = (
     "idle_after 10m",
     "idle_after 1h",
     "compute pack",
-    "slowdown_bound 1.25",
     "preempt never",
     "may_move off",
     "min_residency 5m",
-    "min_residency_swaps 3",
     "foresight off",
-    "any fraction",
-    "reserve use, half requested",
 )
 _IDLE: Final = {
     "`idle_after`": "{idle_after}",
@@ -122,7 +118,7 @@ TABLES: Final = {
         "python -m tests.benchmarks.sensitivity",
         {"load": "{load}", "GPUs needed": "{devices needed}", "waited, %": "{waited, %}"},
         rows=(
-            *("usual", "short cells", "memory of cells", "one GPU each", "all three, as before", "40 % in classes"),
+            *("usual", "short cells", "memory of cells", "one GPU each", "40 % in classes"),
             *("three time zones", "usual, for a week"),
         ),
     ),
@@ -133,15 +129,10 @@ TABLES: Final = {
         {"`foresight`": "{foresight}", "waited, %": "{waited, %}", "p99 wait, s": "{p99 wait, s}"},
         rows=(
             "without foresight",
-            *(
-                f"{kind}, {false} % false"
-                for kind in ("free", "displace", "displace, large ones, too")
-                for false in (0, 70)
-            ),
+            *(f"{kind}, {false} % false" for kind in ("free", "displace") for false in (0, 70)),
         ),
     ),
     "idling-long": Table("benchmarks.md", "python -m tests.benchmarks.idling", _IDLE, rows=_RULES),
-    "idling-short": Table("benchmarks.md", "python -m tests.benchmarks.idling", _IDLE, at=1, rows=_RULES),
     "frontier": Table(
         "benchmarks.md",
         "python -m tests.benchmarks.frontier --seeds 14 --pods openb_pod_list_default.csv",
