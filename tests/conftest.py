@@ -6,6 +6,7 @@ tests/gpu needs a GPU and has its own command: docs/gpu-tests.md. How a notebook
 import gc
 import os
 import re
+import runpy
 import signal
 import tempfile
 from collections import Counter, defaultdict
@@ -20,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.host.workload import own_workload
+from tests.support.paths import INJECTED
 
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 if not os.environ.get("JUPYTER_GPU_ALL_LOOKS"):
@@ -31,6 +33,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The tests start some two thousand interpreters: without a cache each of them would compile the product again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Simulated hardware has faults, in this process and in those that get its environment.
+runpy.run_path(str(INJECTED / "sitecustomize.py"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECTED), os.environ.get("PYTHONPATH"))))
 
 if own_workload(os.environ):
     # A machine that runs the tests as a job or in a pod: brokers start automatically there as elsewhere.

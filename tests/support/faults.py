@@ -1,7 +1,20 @@
-"""Injects faults into simulated hardware (the product's `faults` has the kinds), for some or all processes, and loses devices."""
+"""Faults of the simulated hardware: which operations fail, how often and for which process. Also loses devices.
+
+A fault affects one operation (lock, checkpoint, restore, unlock or state) on one process or on any process. It takes effect `times` times,
+or until it is removed if `times` is None. If several faults match, the oldest one takes effect. The faults are:
+
+- `fail:CODE` raises this error instead of performing the operation;
+- `slow:MS` waits before the operation, and `late:MS` waits after it;
+- `hang` waits before the operation, and `late` after it, until the fault is removed;
+- `lie` reports success without performing the operation; for the operation `state`, `lie:STATE` returns this state.
+
+`injected/sitecustomize.py` makes them happen, in each process that has this folder in its PYTHONPATH, and in the tests' own.
+"""
 
 import json
-from contextlib import closing, suppress
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -10,6 +23,11 @@ from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated.processes import CLOSED, ON_DEVICE, write_gate
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 
+_TABLE: Final = """
+CREATE TABLE IF NOT EXISTS faults (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, fault TEXT NOT NULL, left INTEGER, pid INTEGER,
+  taken INTEGER NOT NULL DEFAULT 0)
+"""
 OPERATIONS: Final = ("lock", "checkpoint", "restore", "unlock", "state")
 
 
@@ -32,7 +50,7 @@ def inject(directory: str | Path, operation: str, fault: str, *, times: int | No
     _check(operation, fault)
     if times is not None and times < 1:
         raise SimulatedHostError(f"a fault cannot strike {times} times; give 1 or more, or None for always")
-    with closing(Store(directory)) as store, store.transaction() as db:
+    with _faults(directory) as db:
         row = (operation, fault, times, pid)
         return int(
             db.execute("INSERT INTO faults (operation, fault, left, pid) VALUES (?, ?, ?, ?)", row).lastrowid or 0
@@ -40,21 +58,28 @@ def inject(directory: str | Path, operation: str, fault: str, *, times: int | No
 
 
 def remove(directory: str | Path, fault_id: int) -> None:
-    with closing(Store(directory)) as store, store.transaction() as db:
+    with _faults(directory) as db:
         db.execute("DELETE FROM faults WHERE id=?", (fault_id,))
 
 
 def clear(directory: str | Path) -> None:
-    with closing(Store(directory)) as store, store.transaction() as db:
+    with _faults(directory) as db:
         db.execute("DELETE FROM faults")
 
 
 def listed(directory: str | Path) -> list[Fault]:
     """Return the faults that were injected and not removed, oldest first, including used-up ones."""
-    with closing(Store(directory)) as store:
+    with _faults(directory) as db:
         return [
-            Fault(*row) for row in store.query("SELECT id, operation, fault, left, pid, taken FROM faults ORDER BY id")
+            Fault(*row) for row in db.execute("SELECT id, operation, fault, left, pid, taken FROM faults ORDER BY id")
         ]
+
+
+@contextmanager
+def _faults(directory: str | Path) -> Iterator[sqlite3.Connection]:
+    with closing(Store(directory)) as store, store.transaction() as db:
+        db.execute(_TABLE)
+        yield db
 
 
 def _check(operation: str, fault: str) -> None:

@@ -27,8 +27,9 @@ COMPLETE_PYTHONPATH: Final = os.pathsep.join(str(path) for path in (*SOURCES, RO
 NO_DEBUGPY: Final = ROOT / "tests" / "support" / "no_debugpy"
 DEBUGGER_PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))
 """For kernels that are debugged."""
-PYTHONPATH: Final = os.pathsep.join((DEBUGGER_PYTHONPATH, str(NO_DEBUGPY)))
 INJECTED: Final = ROOT / "tests" / "support" / "injected"
+"""Adds faults of simulated hardware to every process, and failpoints to those that want them."""
+PYTHONPATH: Final = os.pathsep.join((str(INJECTED), DEBUGGER_PYTHONPATH, str(NO_DEBUGPY)))
 STRANGER: Final = str(ROOT / "tests" / "support" / "stranger.py")
 """The program that holds memory of a simulated device without a lease."""
 MCP_AGENT: Final = str(ROOT / "tests" / "support" / "mcp_agent.py")
@@ -37,4 +38,4 @@ MCP_AGENT: Final = str(ROOT / "tests" / "support" / "mcp_agent.py")
 
 def failing(file: Path) -> dict[str, str]:
     """Return the environment of processes that fail where `file` says so."""
-    return {"JUPYTER_GPU_FAILPOINTS": str(file), "PYTHONPATH": f"{INJECTED}:{PYTHONPATH}"}
+    return {"JUPYTER_GPU_FAILPOINTS": str(file), "PYTHONPATH": PYTHONPATH}

@@ -1,29 +1,32 @@
-"""Failpoints: Python imports this at its start where this folder is in PYTHONPATH. It is not installed.
+"""Failpoints and faults: Python imports this at its start where this folder is in PYTHONPATH. It is not installed.
 
-There is one before and after each step that changes the devices, the broker's state or the ledger. There, a process is killed, a thread
-is blocked or a write fails. `JUPYTER_GPU_FAILPOINTS` names a file with one line: the name of a point, the number of the visit to that
-point, and `kill`, `hang` or `fail`. The file is removed before the action, so that a restarted process survives. Every visit is recorded
-in a file with the suffix `.reached`, so visits are counted over all processes.
+There is a failpoint before and after each step that changes the devices, the broker's state or the ledger. There, a process is killed, a
+thread is blocked or a write fails. `JUPYTER_GPU_FAILPOINTS` names a file with one line: the name of a point, the number of the visit to
+that point, and `kill`, `hang` or `fail`. The file is removed before the action, so that a restarted process survives. Every visit is
+recorded in a file with the suffix `.reached`, so visits are counted over all processes.
 
 Each function in `POINTS` is a point before it and one after it, named by who runs it, such as `kernel.Gate.close.before`. A function
 that is no longer there is an error at once.
+
+Simulated hardware has the faults of `tests/support/faults.py`.
 """
 
 import fcntl
 import functools
 import importlib.abc
 import importlib.machinery
-import inspect
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_POLL_S = 0.005
 POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fractional_gpu.jupyter.provisioner": (
         "server",
@@ -99,6 +102,8 @@ def reach(name: str) -> bool:
 
 
 def _between(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    import inspect  # noqa: PLC0415 - kernels without failpoints stay light
+
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -191,6 +196,53 @@ def _steps(module: Any) -> None:  # noqa: ANN401 - as above
     module.Machine.do = done
 
 
+def _hardware(module: Any) -> None:  # noqa: ANN401 - as above
+    for operation in ("state", "lock", "checkpoint", "restore", "unlock"):
+        function = getattr(module.SimulatedCheckpointer, operation)
+        setattr(module.SimulatedCheckpointer, operation, module.translated(_struck(module, operation, function)))
+
+
+def _struck(module: Any, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ANN401 - as above
+    @functools.wraps(function)
+    def called(self: Any, pid: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the function
+        fault_id, fault = _due(self._store, operation, pid)
+        kind, _, value = fault.partition(":")
+        if kind == "fail":
+            raise module.GPUError(module.GPUErrorCode(value), f"injected fault: {value}")
+        if kind in ("slow", "hang"):
+            _wait(self._store, fault_id, value)
+        if kind == "lie":
+            return module.ProcessState(value) if value else None
+        found = function(self, pid, *args, **kwargs)
+        if kind == "late":
+            _wait(self._store, fault_id, value)
+        return found
+
+    return called
+
+
+def _due(store: Any, operation: str, pid: int) -> tuple[int, str]:  # noqa: ANN401 - the host's store
+    """Take the oldest fault that is for this operation on this process, if there is one."""
+    due = (
+        "SELECT id, fault FROM faults WHERE operation=? AND (pid IS NULL OR pid=?) "
+        "AND (left IS NULL OR left > 0) ORDER BY id"
+    )
+    if store.query("SELECT 1 FROM sqlite_master WHERE name='faults'") and store.query(due, operation, pid):
+        with store.transaction() as db:
+            if (row := db.execute(due, (operation, pid)).fetchone()) is not None:
+                db.execute("UPDATE faults SET left = left - 1, taken = taken + 1 WHERE id=?", (row[0],))
+                return row[0], row[1]
+    return 0, ""
+
+
+def _wait(store: Any, fault_id: int, milliseconds: str) -> None:  # noqa: ANN401 - as above
+    if milliseconds:
+        time.sleep(int(milliseconds) / 1000)
+        return
+    while store.query("SELECT 1 FROM faults WHERE id=?", fault_id):
+        time.sleep(_POLL_S)
+
+
 _NAMED: dict[str, Callable[[ModuleType], None]] = {
     "fractional_gpu.broker.broker": _events,
     "fractional_gpu.broker.persistence.ledger_writer": _ledger,
@@ -199,12 +251,16 @@ _NAMED: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
+_HARDWARE = "fractional_gpu.gpu.simulated.checkpointer"
+_FAILS = "JUPYTER_GPU_FAILPOINTS" in os.environ
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_ours = fullname in POINTS or fullname in _NAMED
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if is_ours else None
+        is_changed = fullname == _HARDWARE or (_FAILS and (fullname in POINTS or fullname in _NAMED))
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if is_changed else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -219,6 +275,10 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        if module.__name__ == _HARDWARE:
+            _hardware(module)
+        if not _FAILS:
+            return
         if module.__name__ in _NAMED:
             _NAMED[module.__name__](module)
             return
@@ -229,5 +289,4 @@ class _Loader(importlib.abc.Loader):
             setattr(owner, last, _between(f"{who}.{name}", getattr(owner, last)))
 
 
-if "JUPYTER_GPU_FAILPOINTS" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+sys.meta_path.insert(0, _Finder())

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.context import HELD, shut_gate
 from fractional_gpu.gpu.simulated.device_memory import charge
 from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
@@ -55,11 +54,7 @@ class SimulatedCheckpointer:
 
     @translated
     def state(self, pid: int) -> ProcessState:
-        strike = faults.strike(self._store, "state", pid)
-        strike.before()
-        state = ProcessState(strike.value) if strike.lies else self._state(pid)
-        strike.after()
-        return state
+        return self._state(pid)
 
     def lock(self, pid: int, timeout_ms: int) -> None:
         def act(process: Process) -> None:
@@ -108,13 +103,6 @@ class SimulatedCheckpointer:
 
     @translated
     def _run(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float = _TURN_S) -> None:
-        strike = faults.strike(self._store, operation, pid)
-        strike.before()
-        if not strike.lies:
-            self._act(operation, pid, act, turn_s)
-        strike.after()
-
-    def _act(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float) -> None:
         if operation in ("lock", "checkpoint") and not self._store.settings().checkpointable:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{operation} of process {pid}: {UNABLE}")
         key = current_key(pid) or ""

@@ -40,9 +40,6 @@ CREATE TABLE IF NOT EXISTS processes (
 CREATE TABLE IF NOT EXISTS allocations (
   id INTEGER PRIMARY KEY AUTOINCREMENT, process TEXT NOT NULL, bytes INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS allocations_process ON allocations (process);
-CREATE TABLE IF NOT EXISTS faults (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, fault TEXT NOT NULL, left INTEGER, pid INTEGER,
-  taken INTEGER NOT NULL DEFAULT 0);
 """
 _AFRESH: Final = "remove the folder to start over"
 
