@@ -24,7 +24,7 @@ from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is_network, node_name, state_folder
 from fractional_gpu.commands.doctor.report import Finding, installed_version, note, ok, problem, warning
-from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
+from fractional_gpu.commands.terminal.connection import broker_if_running
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.config.service import PARTS, RECORD
 from fractional_gpu.core.forecasts.outcomes import ForecastError
@@ -209,14 +209,7 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
     files = [file for file in (folder / name for name in LEDGER_NAMES) if file.exists()]
     yield from map(_ledger, files)
     if not files:
-        lost = kernels_of(socket)
-        none = f"none in {folder}"
-        if lost:
-            living = plural(len(lost), "living kernel")
-            what = f"{none}, but this broker's leases have {living} (process {lost[0]}{', ...' if lost[1:] else ''})"
-            yield warning("ledger", what, "run `jupyter gpu status`: it starts a broker, which takes their leases back")
-        else:
-            yield note("ledger", f"{none}: the first broker creates it")
+        yield note("ledger", f"none in {folder}: the first broker creates it")
     if is_network(folder):
         yield warning(
             "ledger",
