@@ -15,7 +15,6 @@ from typing import Final, Self
 from fractional_gpu.host.peers import peer_credentials
 
 _PREFIX: Final = "\0jupyter-gpu-device-"
-_MAX_NAME_BYTES: Final = 107  # sun_path without room for a terminating zero
 _BACKLOG: Final = 1024
 _MOST_AT_ONCE: Final = 64
 
@@ -74,7 +73,7 @@ class NameClaim:
 class DeviceClaim(NameClaim):
     @classmethod
     def claim(cls, device_id: str) -> Self:
-        address = _address(device_id)
+        address = os.fsencode(_PREFIX + device_id)
         listener = _listening(address)
         if listener is None:
             raise DeviceClaimedError(device_id, *holder(address))
@@ -92,16 +91,6 @@ def _listening(address: bytes) -> socket.socket | None:
             raise
         return None
     return listener
-
-
-def _address(device_id: str) -> bytes:
-    address = os.fsencode(_PREFIX + device_id)
-    if not device_id or len(address) > _MAX_NAME_BYTES or "\0" in device_id:
-        room = _MAX_NAME_BYTES - len(_PREFIX)
-        raise ValueError(
-            f"a device id must have 1 to {room} bytes and no NUL, not {device_id!r}; give the device's UUID"
-        )
-    return address
 
 
 def holder(address: bytes) -> tuple[int | None, int | None]:
