@@ -16,13 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    BrokerUnavailableError,
-    InternalBrokerError,
-    RequestTooLargeError,
-)
-from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
+from fractional_gpu.protocol.errors import BrokerUnavailableError, InternalBrokerError
+from fractional_gpu.protocol.limits import MAX_HEADER_BYTES, VERSION_HEADER
 from fractional_gpu.protocol.names import VERSION
 
 ANSWER_S = 5.0  # after this time, users are told that the broker does not answer
@@ -110,19 +105,7 @@ class Connection:
         body: bytes | None,
         headers: Mapping[str, str],
     ) -> None:
-        """Send one request. `headers` are additional headers, each one line of printable ASCII.
-
-        Raises BrokerUnavailableError. Raises BadRequestError or RequestTooLargeError, before anything is sent, if the broker could not read
-        the request.
-        """
-        if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
-            raise BadRequestError(
-                f"the lease's token must be one line of 1 to {MAX_STRING} printable characters, but its file was changed; remove the file "
-                "(the broker recognizes a kernel without it), and try again",
-                reason="bad-token",
-            )
-        if body is not None and len(body) > MAX_BODY_BYTES:
-            raise RequestTooLargeError(f"the request is too large ({len(body)} bytes); the maximum is {MAX_BODY_BYTES}")
+        """Send one request. `headers` are additional headers, each one line of printable ASCII. Raises BrokerUnavailableError."""
         lines = [
             f"{method} {target} HTTP/1.1",
             "Host: broker",
@@ -135,7 +118,7 @@ class Connection:
         lines.extend(f"{name}: {value}" for name, value in headers.items())
         if body is not None:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")  # a token's file may have been changed
         try:
             self._socket.sendall(head + (body or b""))
         except (BrokenPipeError, ConnectionResetError):
