@@ -171,7 +171,7 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
         (("--by", ""), 2, "separated by commas, not ''"),
         (("--since", "soon"), 2, "--since 'soon' is not a time; expected today, yesterday"),
         (("--since", "today", "--until", "2026-01-01"), 2, "give a later --until"),
-        (("--user", ""), 2, "--user is empty; name one, or leave it out for all"),
+        (("--user", ""), 2, "--user is empty; give a value, or leave the option out to include all"),
         (("--socket", "/nowhere"), 2, "leave one of them out"),
         (("--output", "/nowhere/use.txt"), 1, "/nowhere/use.txt cannot be written: No such file or directory"),
     ],

@@ -65,7 +65,7 @@ class LiveLine:
             publish(self._shell, Sentence(text, wait), display_id=self._display_id, update=update)
 
     def blank(self) -> None:
-        """Empty the line, but keep other output above it."""
+        """Clear the text of the line, but keep the cell's other output."""
         if self._shown is not None:
             self._shown = None
             publish(self._shell, None, display_id=self._display_id, update=True)

@@ -54,7 +54,7 @@ _GIVE_BACK_S = 10.0
 
 
 class Size(NamedTuple):
-    """A share in milli-GPU, with its memory in MiB. If the memory is None, it follows from the fraction."""
+    """A share in milli-GPU, with its memory in MiB. If the memory is None, it follows from `milli`."""
 
     milli: int
     memory_mib: int | None

@@ -26,7 +26,7 @@ _KEPT: Final = 1024  # accounts; full balances are forgotten beyond this number,
 
 
 class Account:
-    """One account, used on the loop. `name` identifies the payer in messages. An `exempt` account pays nothing and never waits."""
+    """One account. Only the event loop uses it. `name` identifies the payer in messages. If `exempt`, it pays nothing and never waits."""
 
     def __init__(
         self,

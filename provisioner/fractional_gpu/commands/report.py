@@ -154,7 +154,7 @@ def _ask(options: argparse.Namespace) -> _Ask:
         )
     only: dict[str, str | int] = {name: value for name in _ONLY if (value := getattr(options, name)) is not None}
     if empty := [name for name, value in only.items() if not value]:
-        raise UsageError(f"--{empty[0]} is empty; name one, or leave it out for all")
+        raise UsageError(f"--{empty[0]} is empty; give a value, or leave the option out to include all")
     if options.account is not None:
         only["seated"] = ACCOUNTS.index(options.account)
     form = next((one for one in ("csv", "json", "html") if getattr(options, one)), "text")

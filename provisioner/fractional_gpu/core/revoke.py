@@ -308,7 +308,7 @@ class Salvage:
         return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
-        """Keep a swap channel free if its next planned suspend could not wait for the longest other suspend or resume to end."""
+        """Keep a swap channel free if another suspend or resume on it could take so long that its next planned suspend is late."""
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))

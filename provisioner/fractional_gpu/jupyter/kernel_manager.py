@@ -93,7 +93,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             self.log.info("A kernel of an earlier server has ended: %s", error)
             record.remove()
         except (OSError, TypeError, ValueError, KeyError, NoSuchKernel, FractionalGPUError) as error:
-            self.log.warning("Could not take over the kernel of record %s: %r", record.path, error)
+            self.log.warning("Could not take over the kernel that %s describes: %r", record.path, error)
             record.close()
         else:
             manager.provisioner = provisioner

@@ -10,8 +10,8 @@ from fractional_gpu.client.discovery import socket_path
 def wait_before_cells(notebook_client: Any) -> None:  # noqa: ANN401 - nbclient's NotebookClient, which not everybody installs
     """Make an nbclient client wait for the GPU before it sends a cell, so that the cell's `timeout` does not include the wait.
 
-    Each wait lasts up to an hour, and cancelling `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease. An
-    earlier `on_cell_execute` hook is called first. Raises the protocol's errors, such as ConflictError if the GPU is refused.
+    Each wait lasts up to an hour, and cancelling `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease.
+    An earlier `on_cell_execute` hook is called first. Raises the protocol's errors, such as ConflictError if the GPU is refused.
     """
     earlier = notebook_client.on_cell_execute
 

@@ -78,7 +78,9 @@ def encode_summary(summary: NodeSummary) -> str:
 def parse_summary(text: str) -> NodeSummary:
     """Parse a summary. Raises ValueError with a message that says what is wrong."""
     if len(text.encode(errors="replace")) > MAX_SUMMARY:
-        raise ValueError(f"the node's summary is longer than {MAX_SUMMARY} bytes, so no node agent wrote it")
+        raise ValueError(
+            f"the node's summary is longer than {MAX_SUMMARY} bytes, which is more than a node agent writes"
+        )
     try:
         summary = msgspec.json.decode(text, type=NodeSummary)
     except (msgspec.DecodeError, UnicodeDecodeError, UnicodeEncodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """Puts leases on a device or takes them off on request (acquire, suspend, resume, move), and ends all processes of a lease.
 
-`acquire` files a ticket and follows it until the grant, while the cell shows its user why it waits. A grant is sent only once the ledger
-has the reservation. Otherwise the next broker could give the same memory to another kernel.
+`acquire` files a ticket and reports on it until the grant, so that a waiting cell can show why it waits. A grant is sent only once the
+ledger has the reservation. Otherwise the next broker could give the same memory to another kernel.
 """
 
 import asyncio

@@ -190,7 +190,7 @@ def launch(seconds: float, utilisation: float = 1.0) -> None:
 
 
 def memory_info() -> tuple[int, int]:
-    """Return the free and total bytes of the device. As in CUDA, the use by all processes counts, and this process's cap is ignored."""
+    """Return the free and total bytes of the device. As in CUDA, this counts all processes' memory and ignores this process's cap."""
     context = _current()
     with context.gate.call():
         context.free_discarded()
