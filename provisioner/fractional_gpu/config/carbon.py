@@ -16,7 +16,6 @@ from pathlib import Path
 from fractional_gpu.core.metering.usage import MJ_PER_KWH
 
 _MOST_G = 100_000
-_MOST_BYTES = 64 * 2**20
 ALLOWED = "grams per kWh as a number from 0 to 100000, or the path of a CSV file with the columns time and g_per_kwh"
 
 
@@ -68,8 +67,6 @@ def read(setting: float | Path) -> Carbon:
     if not isinstance(setting, Path):
         return Carbon(f"{setting:g} g CO2 per kWh, as configured", (round(setting * 1000),))
     try:
-        if setting.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{setting} is larger than 64 MiB; give a file with one line per hour")
         with setting.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
