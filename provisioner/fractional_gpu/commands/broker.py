@@ -19,7 +19,6 @@ from fractional_gpu.client.http import ANSWER_S, claim_address, is_service_socke
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, answer, say
-from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.host.claims import holder
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -132,11 +131,6 @@ def run(options: argparse.Namespace) -> int:
 
         sys.stdout.write(example_config())
         return 0
-    if options.idle_exit not in (None, "never"):
-        try:
-            parse_duration_ms(options.idle_exit)
-        except ValueError as error:
-            raise UsageError(f"--idle-exit: {error}, or never") from error
     given = BrokerOptions(**{one.name: getattr(options, one.name) for one in fields(BrokerOptions)})
     if options.detach:
         unused = _about_unused_options(options, given)
