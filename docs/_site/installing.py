@@ -14,7 +14,7 @@ IS_FILE: Final = PACKAGE.endswith(".whl")
 BUILD: Final = "python3 -m pip wheel --no-deps ."
 _INSTALLS: Final = re.compile(r"pip install|--plugin|^COPY .*\.whl")
 _NAME: Final = re.compile(
-    r"(?P<folder>[\w$./~-]*/)?(?:jupyter_fractional_gpu-[\w.+-]+?-py3-none-any\.whl|jupyter-fractional-gpu)(?![\w-])"
+    r"(?P<folder>[\w$./~-]*/)?(?:jupyter_fractional_gpu-[\w.+${}-]+?-py3-none-any\.whl|jupyter-fractional-gpu)(?![\w-])"
 )
 
 
@@ -34,12 +34,13 @@ def installing(text: str) -> Iterator[re.Match[str]]:
 
 
 def current(text: str) -> str:
-    """Return the text with commands that install `PACKAGE`."""
+    """Return the text with commands that install `PACKAGE`, and with this version in Dockerfiles."""
 
     def named(match: re.Match[str]) -> str:
-        return f"{match['folder'] or './'}{PACKAGE}" if IS_FILE else PACKAGE
+        package = PACKAGE.replace(__version__, "${VERSION}") if "${VERSION}" in match[0] else PACKAGE
+        return f"{match['folder'] or './'}{package}" if IS_FILE else PACKAGE
 
-    lines = text.splitlines(keepends=True)
+    lines = re.sub(r"(?m)^ARG VERSION=.*", f"ARG VERSION={__version__}", text).splitlines(keepends=True)
     return "".join(_NAME.sub(named, line) if _INSTALLS.search(line) else line for line in lines)
 
 
