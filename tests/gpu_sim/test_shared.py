@@ -4,6 +4,8 @@ These tests run as root, with a real control group of memory: another user could
 """
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -201,6 +203,26 @@ def test_a_process_that_cannot_be_names_no_path(simulated: SimulatedHost) -> Non
     with pytest.raises(SimulatedHostError, match=r"has an invalid process key, '\.\./\.\./etc'"):
         store.process_folder("../../etc")
     store.close()
+
+
+def test_a_broker_with_few_capabilities_releases_a_dead_process_and_leaves_its_files_to_the_worker(
+    simulated: SimulatedHost,
+) -> None:
+    with UsersKernel(simulated, ADA) as kernel:
+        kernel.run(FILL)
+        kernel.kill()
+    program = (
+        "import sys; from fractional_gpu.gpu.simulated import processes, store; "
+        "found = store.Store(sys.argv[1]); processes.reap(found); print(processes.processes_of(found))"
+    )
+    bounded = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", program]
+    done = subprocess.run([*bounded, simulated.directory], check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "[]\n"
+    assert list(simulated.directory.glob("memory/*/*.device"))
+    store = Store(simulated.directory)
+    reap(store)
+    store.close()
+    assert not list(simulated.directory.glob("memory/*"))
 
 
 def test_the_books_stay_writable_for_users_when_they_are_opened_again(

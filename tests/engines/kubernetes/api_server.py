@@ -11,6 +11,7 @@ import asyncio
 import copy
 import json
 import re
+import ssl
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -89,8 +90,13 @@ class ApiServer:
     """
 
     def __init__(
-        self, rules: Sequence[Mapping[str, Any]], roles: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+        self,
+        rules: Sequence[Mapping[str, Any]],
+        roles: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        *,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self.rules = list(rules)
         self.roles = {namespace: list(some) for namespace, some in (roles or {}).items()}
         self.used: set[tuple[str, str]] = set()
@@ -128,9 +134,9 @@ class ApiServer:
         application.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self._tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http{'s' if self._tls else ''}://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _close(self) -> None:
         for event in (*self._watches, *self._ending):

@@ -271,7 +271,8 @@ def forget(store: Store, keys: list[str]) -> None:
         known = {row[0] for row in db.execute("SELECT key FROM processes")}
         for folder in store.memory.iterdir():
             if folder.name not in known and store.may_tidy(folder):
-                folder.rename(store.trash / folder.name)
+                with suppress(PermissionError):  # of a broker whose container has few capabilities: the worker does it
+                    folder.rename(store.trash / folder.name)
     empty_trash(store)
 
 
