@@ -16,13 +16,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from fractional_gpu import __version__
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.host.control_groups import mounts
 from tests.engines.kubernetes.api_server import TOKEN, ApiServer
@@ -38,12 +37,18 @@ PYTHON: Final = "3.13"
 BASES: Final = {
     "Dockerfile": [],
     "Dockerfile.hub": ["USER 1000"],
-    "Dockerfile.singleuser": ["USER 1000", "ENV PATH=/opt/conda/bin:/usr/local/bin:/usr/bin:/bin"],
+    "Dockerfile.singleuser": [
+        "USER 1000",
+        "WORKDIR /home/jovyan",
+        "ENV HOME=/home/jovyan",
+        "ENV PATH=/opt/conda/bin:/usr/local/bin:/usr/bin:/bin",
+    ],
 }
 """What sets apart the images that each Dockerfile builds on."""
 SIMULATED: Final = {"broker": ["--simulate=1x2GiB"], "worker": ["--backend=simulated"]}
 USER: Final = "200007:100"
 """A user's pod, as the spawner sets it: the uid is `gpu_first_uid` plus the user's id in the hub."""
+SHM: Final = Path("/dev/shm")  # noqa: S108 - a new one: the simulated GPU's memory, and podman's locks
 _LIMITS: Final = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=20000:20000")
 """Podman's own are above what root may set on some machines."""
 _PREPARE: Final = """
@@ -60,7 +65,8 @@ manager, client = start_new_kernel(kernel_name="fractional-gpu-default-250", sta
 for line in sys.stdin:
     said = []
     client.execute_interactive(json.loads(line), timeout=120, output_hook=said.append)
-    print(json.dumps([one["content"].get("text") or one["content"].get("evalue") for one in said if one["msg_type"] in ("stream", "error")]), flush=True)
+    said = [one["content"] for one in said if one["msg_type"] in ("stream", "error")]
+    print(json.dumps([one.get("text") or one.get("evalue") for one in said]), flush=True)
 manager.shutdown_kernel(now=True)
 """
 
@@ -100,45 +106,59 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        store = ["--root", folder / "images", "--runroot", folder / "running", "--storage-driver", "overlay"]
-        self._buildah = ["buildah", *store]
-        self._podman = ["podman", *store, "--tmpdir", folder / "podman", "--cgroup-manager", "cgroupfs"]
-        self._podman += ["--runtime", "runc"]
+        store: list[str | Path] = [
+            "--root",
+            folder / "images",
+            "--runroot",
+            folder / "running",
+            "--storage-driver",
+            "overlay",
+        ]
+        self._buildah: list[str | Path] = ["buildah", *store]
+        self.command: list[str | Path] = [
+            "podman",
+            *store,
+            "--tmpdir",
+            folder / "podman",
+            "--cgroup-manager",
+            "cgroupfs",
+        ]
+        self.command += ["--runtime", "runc"]
         self.environment = {"JUPYTER_GPU_SOCKET": "/run/jupyter-gpu/broker.sock"}
-        for name in ("run", "state", "token", "shm", "worker", "tmp", "config"):
+        for name in ("run", "state", "token", "worker", "tmp", "config"):
             (folder / name).mkdir()
-            (folder / name).chmod(0o1777 if name in ("shm", "tmp", "worker") else 0o755)
+            (folder / name).chmod(0o1777 if name in ("tmp", "worker") else 0o755)
         shutil.copy(EXAMPLES / "jupyter_gpu_config.py", folder / "config")
 
     def podman(self, *words: str | Path) -> str:
-        return run(*self._podman, *words)
+        return run(*self.command, *words)
 
-    def make_bases(self) -> None:
-        """Import Debian as the base of each Dockerfile."""
-        root = self.folder / "debian"
-        packages = "python3,python3-pip,python3-venv,python-is-python3,ca-certificates"
-        run("debootstrap", "--variant=minbase", f"--include={packages}", SUITE, root)
-        run("chroot", root, "sh", "-ec", _PREPARE)
-        archive = self.folder / "debian.tar"
-        run("tar", "-C", root, "-cf", archive, ".")
+    def make_bases(self, archive: Path) -> None:
+        """Import Debian as the base of each Dockerfile. `archive` is made unless it exists."""
+        if not archive.exists():
+            root = self.folder / "debian"
+            packages = "python3,python3-pip,python3-venv,python-is-python3,ca-certificates"
+            run("debootstrap", "--variant=minbase", f"--include={packages}", SUITE, root)
+            run("chroot", root, "sh", "-ec", _PREPARE)
+            run("tar", "-C", root, "--one-file-system", "-cf", archive, ".")
         for dockerfile, changes in BASES.items():
             given = arguments(dockerfile)
             options = [word for change in changes for word in ("--change", change)]
             self.podman("import", "--quiet", *options, archive, given["BASE"] + given["DIGEST"])
 
-    def build(self, dockerfile: str, image: str, wheels: Path) -> None:
-        """Build an image without a network: the dependencies' wheels and pip's configuration are mounted."""
+    def build(self, dockerfile: str, image: str, wheel: Path, wheels: Path) -> None:
+        """Build an image from our wheel. Its dependencies are in `wheels`, to which the mounted configuration of pip leads."""
         context = self.folder / dockerfile
         context.mkdir()
         shutil.copy(EXAMPLES / dockerfile, context)
-        shutil.copy(next(wheels.glob(f"jupyter_fractional_gpu-{__version__}-*.whl")), context)
+        shutil.copy(wheel, context)
         (self.folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
         volumes = ["--volume", f"{wheels}:/wheels:ro", "--volume", f"{self.folder}/pip.conf:/etc/pip.conf:ro"]
-        build = ["bud", "--isolation", "chroot", "--pull-never", "--network", "none", *volumes]
+        build = ["bud", "--isolation", "chroot", "--pull-never", "--network", "host", *volumes]
         run(*self._buildah, *build, "--tag", image, "--file", context / dockerfile, context)
 
     def start(self, name: str, image: str, options: Sequence[str | Path], words: Sequence[str]) -> None:
-        options = ["--detach", "--name", name, "--pull", "never", "--volume", f"{self.folder}/shm:/dev/shm", *options]
+        options = ["--detach", "--name", name, "--pull", "never", f"--volume={SHM}:{SHM}", *options]
         self.podman("run", *_LIMITS, *options, image, *words)
 
     def inside(self, name: str, *words: str) -> str:
@@ -148,7 +168,9 @@ class Node:
         return said
 
 
-def of_container(node: Node, pod: Mapping[str, Any], container: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
+def of_container(
+    node: Node, pod: Mapping[str, Any], container: Mapping[str, Any], variables: Mapping[str, str]
+) -> list[str]:
     """Return podman's options for a container of the DaemonSet."""
     context = container["securityContext"]
     options = ["--network", "host", "--user", str(context["runAsUser"])]
@@ -216,7 +238,7 @@ class Kernel:
     """A kernel in the user's container."""
 
     def __init__(self, node: Node) -> None:
-        command = [*node._podman, "exec", "--interactive", "user", "python", "-c", _KERNEL]  # noqa: SLF001
+        command = [*node.command, "exec", "--interactive", "user", "python", "-c", _KERNEL]
         self.process = subprocess.Popen(
             [str(part) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -234,9 +256,9 @@ def states(node: Node) -> list[str]:
     return [lease["lease"]["state"] for lease in status["leases"]]
 
 
-def use(node: Node, images: Mapping[str, str], server: ApiServer, url: str) -> None:
+def use(node: Node, images: Mapping[str, str], server: ApiServer) -> None:
     """Run a user's kernel against the DaemonSet's pod, and replace that pod while the kernel is suspended."""
-    start_daemon_set(node, images, url)
+    start_daemon_set(node, images, server.url)
     pod = pod_of(1, annotations={"fractional-gpu.jupyter.org/owner": "ada"})
     server.put(pod)
     options = ["--user", USER, "--cap-drop=ALL", "--security-opt", "no-new-privileges", "--network", "none"]
@@ -258,7 +280,10 @@ def use(node: Node, images: Mapping[str, str], server: ApiServer, url: str) -> N
     node.inside("broker", "jupyter-gpu", "suspend", "--all")
     until(lambda: states(node) == ["suspended"], "the kernel is suspended")
     stop_daemon_set(node)
-    start_daemon_set(node, images, url)
+    (said,) = kernel.run(CHECK)
+    assert said.startswith("This cell did not run."), said
+    say(f"without a broker: {said}")
+    start_daemon_set(node, images, server.url)
     assert states(node) == ["suspended"]
     assert kernel.run(CHECK) == ["intact\n"]
     say("suspended while all containers of the DaemonSet were replaced, and intact at the next cell")
@@ -283,52 +308,62 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         yield server
 
 
-@contextmanager
-def machine() -> Iterator[Node]:
-    """A node, of which nothing is left after the block."""
-    locks = Path("/dev/shm/libpod_lock")  # noqa: S108 - podman's, not in its folders
-    had_locks = locks.exists()
-    folder = Path(tempfile.mkdtemp(prefix="jupyter-gpu-images-"))
+def story(folder: Path, cache: Path | None) -> None:
+    images = names()
+    for place in (folder, SHM):
+        run("mount", "-t", "tmpfs", "-o", "mode=1777", "none", place)
     folder.chmod(0o755)
     node = Node(folder)
-    try:
-        yield node
-    finally:
-        node.podman("rm", "--all", "--force", "--time", "0")
-        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
-            if (place := line.split()[4]).startswith(str(folder)):
-                run("umount", place)
-        shutil.rmtree(folder)
-        for mount in mounts():
-            for group in (f"kubepods/pod{uid_of(1)}", "kubepods", "libpod_parent"):
-                with suppress(OSError):
-                    (mount.folder(mount.root) / group).rmdir()
-        if not had_locks:
-            locks.unlink(missing_ok=True)
+    wheel = build_wheel(folder)
+    say(f"built {wheel.name}")
+    downloads = cache or folder / "downloads"
+    wheels = downloads / "wheels"
+    if not wheels.exists():
+        target: list[str | Path] = ["--python-version", PYTHON, "--only-binary=:all:", "--dest", wheels]
+        extras = f"{wheel}[cuda,kubernetes,kubespawner,lab]"
+        run(sys.executable, "-m", "pip", "download", "--quiet", *target, extras, "jupyterhub")
+    node.make_bases(downloads / "debian.tar")
+    for dockerfile, image in images.items():
+        node.build(dockerfile, image, wheel, wheels)
+        shape = "{{.Config.User}} {{.Size}} {{json .Config.Labels}}"
+        say(f"built {image}: user, bytes, labels: {node.podman('image', 'inspect', '--format', shape, image)}")
+    words = ["python", "-c", "import os, fractional_gpu_hub.engines.kubernetes; print('uid', os.getuid())"]
+    say(f"hub: {node.podman('run', '--rm', '--network', 'none', *_LIMITS, images['Dockerfile.hub'], *words)}")
+    with api_server(folder) as server:
+        use(node, images, server)
+
+
+def remove_groups() -> None:
+    """Remove the control groups of the containers, whose processes have ended."""
+    for mount in mounts():
+        if top := mount.folder(mount.root):
+            for name in (f"kubepods/pod{uid_of(1)}", "kubepods", "libpod_parent"):
+                for group, *_ in os.walk(top / name, topdown=False):
+                    with suppress(OSError):  # other containers are in it
+                        Path(group).rmdir()
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, help="keep what is downloaded in this folder, for the next time")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside is not None:
+        story(given.inside, given.cache)
+        return
     assert os.getuid() == 0, "this needs root"
-    images = names()
-    with ExitStack() as stack:
-        node = stack.enter_context(machine())
-        wheels = node.folder / "wheels"
-        wheel = build_wheel(wheels)
-        say(f"built {wheel.name}")
-        extras = f"{wheel}[cuda,kubernetes,kubespawner,lab]"
-        target = ["--python-version", PYTHON, "--only-binary=:all:", "--dest", wheels]
-        run(sys.executable, "-m", "pip", "download", "--quiet", *target, extras, "jupyterhub")
-        node.make_bases()
-        for dockerfile, image in images.items():
-            node.build(dockerfile, image, wheels)
-            shape = "{{.Config.User}} {{.Size}} {{json .Config.Labels}}"
-            say(f"built {image}: user, bytes, labels: {node.podman('image', 'inspect', '--format', shape, image)}")
-        words = ["-c", "import os, fractional_gpu_hub.engines.kubernetes; print('uid', os.getuid())"]
-        say(f"hub: {node.podman('run', '--rm', '--network', 'none', *_LIMITS, images['Dockerfile.hub'], 'python', *words)}")
-        server = stack.enter_context(api_server(node.folder))
-        use(node, images, server, server.url)
-    say("ok: nothing is left")
+    folder = Path(tempfile.mkdtemp(prefix="jupyter-gpu-images-"))
+    again: list[str | Path] = [sys.executable, "-m", "tests.engines.kubernetes.images", "--inside", folder]
+    if given.cache:
+        again += ["--cache", given.cache.absolute()]
+    try:
+        # All mounts and processes end with the namespaces.
+        apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        status = subprocess.run([*apart, *again], check=False).returncode
+    finally:
+        remove_groups()
+        folder.rmdir()
+    sys.exit(status)
 
 
 if __name__ == "__main__":
