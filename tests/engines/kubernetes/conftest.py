@@ -41,6 +41,12 @@ def hub() -> list[dict[str, Any]]:
     return rendered(EXAMPLES / "hub")
 
 
+@pytest.fixture(scope="session")
+def users() -> list[dict[str, Any]]:
+    """Return the policy for users' pods."""
+    return rendered(EXAMPLES / "users")
+
+
 def rules_of(*objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rules of all ClusterRoles."""
     return [rule for some in objects for one in some if one["kind"] == "ClusterRole" for rule in one["rules"]]

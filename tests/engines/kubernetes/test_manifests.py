@@ -1,6 +1,7 @@
 """The example manifests: rendered by kustomize, valid for two versions of Kubernetes, with the fewest privileges. There was no cluster."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import yaml
 from traitlets.config import Config
 
+from fractional_gpu import __version__
 from fractional_gpu.config import load
 from fractional_gpu.engines.pods import DOMAIN
 from tests.engines.kubernetes.api_server import validate
 from tests.engines.kubernetes.conftest import EXAMPLES
+from tests.engines.kubernetes.images import arguments, names
 
 pytestmark = pytest.mark.promise("pods")
 
@@ -31,9 +34,12 @@ def containers(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_every_object_is_valid(
-    base: list[dict[str, Any]], usage: list[dict[str, Any]], hub: list[dict[str, Any]]
+    base: list[dict[str, Any]],
+    usage: list[dict[str, Any]],
+    hub: list[dict[str, Any]],
+    users: list[dict[str, Any]],
 ) -> None:
-    everything = base + usage + hub
+    everything = base + usage + hub + users
     for found in everything:
         validate(found)
     assert sorted({found["kind"] for found in everything}) == [
@@ -42,7 +48,10 @@ def test_every_object_is_valid(
         "ConfigMap",
         "DaemonSet",
         "Namespace",
+        "NetworkPolicy",
         "ServiceAccount",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
     ]
 
 
@@ -74,6 +83,50 @@ def test_the_agent_alone_has_a_token_and_the_worker_no_path_of_the_host(
     assert [mount["readOnly"] for mount in containers["broker"]["volumeMounts"] if mount["name"] == "cgroup"] == [True]
     assert mounted["worker"] & of_host == set()
     assert [mount["readOnly"] for mount in containers["agent"]["volumeMounts"] if mount["name"] == "run"] == [True]
+
+
+def test_nothing_connects_to_the_daemon_sets_pods_and_they_connect_to_the_api_server_alone(
+    base: list[dict[str, Any]],
+) -> None:
+    (policy,) = [one["spec"] for one in base if one["kind"] == "NetworkPolicy"]
+    (daemons,) = [one["spec"]["template"] for one in base if one["kind"] == "DaemonSet"]
+    assert policy["podSelector"]["matchLabels"].items() <= daemons["metadata"]["labels"].items()
+    assert sorted(policy["policyTypes"]) == ["Egress", "Ingress"]
+    assert policy["ingress"] == []
+    (rule,) = policy["egress"]
+    assert [port["port"] for port in rule["ports"]] == [443, 6443]
+    probes = [one["readinessProbe"] for one in daemons["spec"]["containers"] if "readinessProbe" in one]
+    assert probes
+    assert all("exec" in probe for probe in probes), "the kubelet's probes need no port"
+
+
+def test_users_may_mount_the_brokers_socket_and_no_other_path(
+    base: list[dict[str, Any]], users: list[dict[str, Any]]
+) -> None:
+    """The expressions themselves are the API server's to evaluate."""
+    policy, binding = users
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    (daemons,) = [one["spec"]["template"]["spec"] for one in base if one["kind"] == "DaemonSet"]
+    (folder,) = [volume["hostPath"]["path"] for volume in daemons["volumes"] if volume["name"] == "run"]
+    (paths, read_only, *_) = policy["spec"]["validations"]
+    assert f"v.hostPath.path == '{folder}'" in paths["expression"]
+    assert folder in read_only["message"]
+
+
+@pytest.mark.parametrize("dockerfile", sorted(path.name for path in EXAMPLES.glob("Dockerfile*")))
+def test_an_image_has_a_pinned_base_this_version_and_a_user_by_number(dockerfile: str) -> None:
+    """`tests/run images` builds and runs them."""
+    lines = (EXAMPLES / dockerfile).read_text().splitlines()
+    given = arguments(dockerfile)
+    tag = given["BASE"].rpartition(":")[2]
+    assert re.match(r"\d+[.-]\d+[.-]\d+", tag), "a tag that does not move"
+    assert given["DIGEST"] == "", "an administrator's choice"
+    assert "FROM ${BASE}${DIGEST}" in lines
+    assert given["VERSION"] == __version__, "`python -m docs._site.installing` changes it"
+    assert names()[dockerfile].endswith(f":{__version__}"), "the manifests run what is built"
+    users = [line.removeprefix("USER ") for line in lines if line.startswith("USER ")]
+    assert users[-1] == ("0" if dockerfile == "Dockerfile" else "1000")
+    assert not re.search(r"(?i)password|secret|token|api.?key", "\n".join(lines))
 
 
 def test_broker_and_worker_meet_at_one_socket_that_only_they_have(
