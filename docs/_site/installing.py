@@ -14,7 +14,7 @@ IS_FILE: Final = PACKAGE.endswith(".whl")
 BUILD: Final = "python3 -m pip wheel --no-deps ."
 _INSTALLS: Final = re.compile(r"pip install|--plugin|^COPY .*\.whl")
 _NAME: Final = re.compile(
-    r"(?P<folder>[\w$./~-]*/)?(?:jupyter_fractional_gpu-[\w.+${}-]+?-py3-none-any\.whl|jupyter-fractional-gpu)(?![\w-])"
+    r"(?P<folder>[\w$./~-]*/)?(?:jupyter_fractional_gpu-[\w.+${}-]+?-py3-none-any\.whl|jupyter-fractional-gpu)(?![\w/-])"
 )
 
 

@@ -23,11 +23,12 @@ from typing import Any, Final
 import yaml
 
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.engines.pods import resource_of
 from fractional_gpu.host.control_groups import mounts
 from tests.engines.kubernetes.api_server import TOKEN, ApiServer
 from tests.engines.kubernetes.conftest import EXAMPLES, NODE, rendered, rules_of
 from tests.engines.kubernetes.pods import pod_of, uid_of
-from tests.first_hour.story import build_wheel
+from tests.installs.story import build_wheel
 from tests.support.stories import CHECK, fill
 from tests.support.world import until
 
@@ -290,7 +291,8 @@ def use(node: Node, images: Mapping[str, str], server: ApiServer) -> None:
     kernel.process.communicate()
     until(lambda: not states(node), "the lease ended with its kernel")
     assert server.defects == []
-    say(f"node's capacity: {server.nodes[NODE]['status']['capacity']}")
+    until(lambda: resource_of("default") in server.nodes[NODE]["status"]["capacity"], "the agent has counted")
+    say(f"the node's capacity: {server.nodes[NODE]['status']['capacity']}")
 
 
 @contextmanager
