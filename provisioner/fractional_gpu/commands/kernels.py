@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 from msgspec import to_builtins
@@ -115,18 +116,15 @@ def _install(options: argparse.Namespace) -> int:
     else:
         offers, status = _ask_broker(options.pool, must_simulate=bool(options.simulate))
         simulate, simulated = simulated_devices(status), status.simulated
-    how = {"base": options.base, "simulated": simulated, "simulate": simulate}
-    own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
-    specs: list[InstalledSpec] = []
-    with Progress("installing kernels ...", silent=True) as progress:
-        for pool, milli in offers.items():
-            for spec in install(pool, milli or ANY_OFFERS_MILLI, directory=_place(options), **how, **own):
-                for sentence in _said_of(spec):
-                    progress.say(sentence, sys.stdout)
-                specs.append(spec)
-        if specs and not options.fraction:
-            for spec in _remove_stale(offers, str(specs[0].folder.parent), pool=options.pool):
-                progress.say(f"removed {spec.display_name}  {spec.folder}  (no longer offered)", sys.stdout)
+    names = ("base", "launcher", "name", "display_name")
+    how = {"simulated": simulated, "simulate": simulate, **{name: getattr(options, name) for name in names}}
+    pool = "" if options.fraction else options.pool  # with --fraction, nothing is removed
+    with Progress("installing kernels ...", silent=True):
+        specs, removed = install_offers(offers, pool, directory=_place(options), **how)
+    for sentence in (sentence for spec in specs for sentence in _said_of(spec)):
+        say(sentence)
+    for spec in removed:
+        say(f"removed {spec.display_name}  {spec.folder}  (no longer offered)")
     if specs:
         say(_where_they_appear(specs[0].folder.parent))
     return 0
@@ -157,27 +155,20 @@ def _where_they_appear(place: Path) -> str:
 
 
 def install_offers(
-    pools: Mapping[str, Sequence[int]], *, directory: str, simulated: bool, simulate: str | None = None
-) -> list[InstalledSpec]:
-    installed: list[InstalledSpec] = []
-    for pool, offered in pools.items():
-        installed += install(
-            pool, offered or ANY_OFFERS_MILLI, directory=directory, simulated=simulated, simulate=simulate
-        )
-    _remove_stale(pools, directory)
-    return installed
-
-
-def _remove_stale(
-    offers: Mapping[str, Sequence[int]], directory: str, *, pool: str | None = None
-) -> list[InstalledSpec]:
+    offers: Mapping[str, Sequence[int]],
+    pool: str | None = None,
+    **how: Any,  # noqa: ANN401 - as `install` takes it
+) -> tuple[list[InstalledSpec], list[InstalledSpec]]:
+    """Install the offers, and remove kernelspecs of this pool, or of any pool, that are not offered. Return both."""
+    installed = [spec for name, milli in offers.items() for spec in install(name, milli or ANY_OFFERS_MILLI, **how)]
+    place = str(installed[0].folder.parent) if installed else None
     stale = [
         spec.name
-        for spec in list_installed(directory)
+        for spec in (list_installed(place) if installed else ())
         if pool in {None, spec.pool}
         and (spec.pool not in offers or (offers[spec.pool] and spec.fraction_milli not in offers[spec.pool]))
     ]
-    return remove(stale, directory=directory)
+    return installed, remove(stale, directory=place)
 
 
 def simulated_devices(status: HostStatus) -> str | None:

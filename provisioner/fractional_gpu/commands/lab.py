@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     with started_broker(socket) as broker:
         status = broker.status()
     with Progress("preparing the kernels ...", silent=True):
-        specs = install_offers(
+        specs, _ = install_offers(
             status.pools,
             directory=str(data / "kernels"),
             simulated=status.simulated,
