@@ -2,8 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import ExitStack, contextmanager
 
 from fractional_gpu.client.client import BrokerClient, SilenceWatch
 from fractional_gpu.client.discovery import ensure_broker, has_restart_file, socket_path
@@ -58,18 +57,15 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 
 
 @contextmanager
-def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | None = None) -> Iterator[Progress]:
-    """Show the text on standard error, or on `out`, if the `with` block takes more than two seconds.
+def say_if_slow(text: str, client: BrokerClient | None = None) -> Iterator[Progress]:
+    """Show the text on standard error if the `with` block takes more than two seconds.
 
     With a client, also tell the user if its broker falls silent.
     """
-    with Progress(text, out=out) as progress:
-        watch = watch_silence(client, progress.say) if client is not None else None
-        try:
-            yield progress
-        finally:
-            if watch is not None:
-                watch.stop()
+    with Progress(text) as progress, ExitStack() as stack:
+        if client is not None:
+            stack.callback(watch_silence(client, progress.say).stop)
+        yield progress
 
 
 def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWatch:

@@ -66,11 +66,11 @@ class Progress(AbstractContextManager["Progress"]):
 
         return count
 
-    def say(self, sentence: str, out: TextIO | None = None) -> None:
+    def say(self, sentence: str) -> None:
         with self._lock:
             is_drawn = self._live is not None
             self._erase()
-            say(sentence, self._out if out is None else out, flush=True)
+            say(sentence, self._out, flush=True)
             if is_drawn:
                 self._draw()
 
