@@ -1,7 +1,6 @@
 """Making and changing a simulated host."""
 
 import os
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 from tests.gpu_sim.kernels import Kernel
-from tests.support.faults import configure
 from tests.support.full_disks import no_temporary_files
 
 
@@ -110,16 +108,6 @@ def test_a_host_lives_in_memory_or_in_the_temporary_folder_always_the_same(monke
     assert folder == host.choose_directory("test-of-naming"), "on a full disk, too"
     with pytest.raises(SimulatedHostError, match="is not a valid name"):
         host.choose_directory("../elsewhere")
-
-
-def test_settings_persist(simulated: host.SimulatedHost) -> None:
-    store = Store(simulated.directory)
-    configure(store, latency_ms=7)
-    configure(store, context_mib=5)
-    store.close()
-    with closing(Store(simulated.directory)) as again:
-        settings = again.settings()
-    assert (settings.latency_ms, settings.context_mib) == (7, 5)
 
 
 def test_the_monitor_shows_devices_and_who_uses_them(

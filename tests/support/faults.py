@@ -15,7 +15,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -122,7 +122,8 @@ def return_device(directory: str | Path, device_id: str) -> None:
 
 
 def configure(store: Store, **changes: int) -> None:
-    """Change the settings of the hardware (`Settings`) for every process. They apply from the next operation on."""
-    settings = replace(store.settings(), **changes)
+    """Change the settings of the hardware (`DEFAULTS` in `injected/sitecustomize.py`) for every process, from the next operation on."""
+    rows = store.query("SELECT value FROM meta WHERE name='settings'")
+    settings = {**(json.loads(rows[0][0]) if rows else {}), **changes}
     with store.transaction() as db:
-        db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(asdict(settings)),))
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(settings),))

@@ -8,24 +8,30 @@ recorded in a file with the suffix `.reached`, so visits are counted over all pr
 Each function in `POINTS` is a point before it and one after it, named by who runs it, such as `kernel.Gate.close.before`. A function
 that is no longer there is an error at once.
 
-Simulated hardware has the faults of `tests/support/faults.py`.
+Simulated hardware has the faults and settings of `tests/support/faults.py`.
 """
 
 import fcntl
 import functools
 import importlib.abc
 import importlib.machinery
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+DEFAULTS = {"checkpoint_mib_s": 0, "restore_mib_s": 0, "context_mib": 32, "checkpointable": 1}
+"""The settings of simulated hardware. 0 MiB/s is unlimited, and 0 `checkpointable` is a driver that cannot checkpoint."""
+_UNABLE = "the simulated driver was told that it cannot checkpoint"
 _POLL_S = 0.005
 POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fractional_gpu.jupyter.provisioner": (
@@ -196,7 +202,8 @@ def _steps(module: Any) -> None:  # noqa: ANN401 - as above
     module.Machine.do = done
 
 
-def _hardware(module: Any) -> None:  # noqa: ANN401 - as above
+def _checkpointer(module: Any) -> None:  # noqa: ANN401 - as above
+    module.SimulatedCheckpointer._copy_all = _paced(module.SimulatedCheckpointer._copy_all)
     for operation in ("state", "lock", "checkpoint", "restore", "unlock"):
         function = getattr(module.SimulatedCheckpointer, operation)
         setattr(module.SimulatedCheckpointer, operation, module.translated(_struck(module, operation, function)))
@@ -209,6 +216,8 @@ def _struck(module: Any, operation: str, function: Callable[..., Any]) -> Callab
         kind, _, value = fault.partition(":")
         if kind == "fail":
             raise module.GPUError(module.GPUErrorCode(value), f"injected fault: {value}")
+        if operation in ("lock", "checkpoint") and not _setting(self._store, "checkpointable"):
+            raise module.GPUError(module.GPUErrorCode.NOT_SUPPORTED, f"{operation} of process {pid}: {_UNABLE}")
         if kind in ("slow", "hang"):
             _wait(self._store, fault_id, value)
         if kind == "lie":
@@ -219,6 +228,44 @@ def _struck(module: Any, operation: str, function: Callable[..., Any]) -> Callab
         return found
 
     return called
+
+
+def _setting(store: Any, name: str) -> int:  # noqa: ANN401 - the host's store
+    rows = store.query("SELECT value FROM meta WHERE name='settings'")
+    return int({**DEFAULTS, **(json.loads(rows[0][0]) if rows else {})}[name])
+
+
+def _paced(copy_all: Callable[..., None]) -> Callable[..., None]:
+    def paced(self: Any, key: str, source: str, target: str, **named: Any) -> None:  # noqa: ANN401 - as the method
+        begun_s = time.monotonic()
+        copy_all(self, key, source, target, **named)
+        if mib_s := _setting(self._store, "restore_mib_s" if target == "device" else "checkpoint_mib_s"):
+            size = self._store.query("SELECT COALESCE(SUM(bytes), 0) FROM allocations WHERE process=?", key)[0][0]
+            time.sleep(max(0.0, begun_s + size / mib_s / 2**20 - time.monotonic()))
+
+    return paced
+
+
+def _context(module: Any) -> None:  # noqa: ANN401 - as above
+    begin = module.Context.__init__
+
+    def begun(self: Any) -> None:  # noqa: ANN401 - as the method
+        with suppress(module.SimulatedHostError), closing(module.Store(module._environment()[0])) as store:
+            module.CONTEXT_MIB = _setting(store, "context_mib")
+        begin(self)
+
+    module.Context.__init__ = begun
+
+
+def _monitor(module: Any) -> None:  # noqa: ANN401 - as above
+    devices = module.SimulatedMonitor.devices
+
+    def found(self: Any) -> list[Any]:  # noqa: ANN401 - as the method
+        if _setting(self._store, "checkpointable"):
+            return list(devices(self))
+        return [replace(one, checkpointable=False, why_not=_UNABLE) for one in devices(self)]
+
+    module.SimulatedMonitor.devices = module.translated(found)
 
 
 def _due(store: Any, operation: str, pid: int) -> tuple[int, str]:  # noqa: ANN401 - the host's store
@@ -251,7 +298,11 @@ _NAMED: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
-_HARDWARE = "fractional_gpu.gpu.simulated.checkpointer"
+_HARDWARE: dict[str, Callable[[ModuleType], None]] = {
+    "fractional_gpu.gpu.simulated.checkpointer": _checkpointer,
+    "fractional_gpu.gpu.simulated.context": _context,
+    "fractional_gpu.gpu.simulated.monitor": _monitor,
+}
 _FAILS = "JUPYTER_GPU_FAILPOINTS" in os.environ
 
 
@@ -259,7 +310,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_changed = fullname == _HARDWARE or (_FAILS and (fullname in POINTS or fullname in _NAMED))
+        is_changed = fullname in _HARDWARE or (_FAILS and (fullname in POINTS or fullname in _NAMED))
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if is_changed else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
@@ -275,9 +326,9 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if module.__name__ == _HARDWARE:
-            _hardware(module)
-        if not _FAILS:
+        if module.__name__ in _HARDWARE:
+            _HARDWARE[module.__name__](module)
+        if not _FAILS or module.__name__ not in {*POINTS, *_NAMED}:
             return
         if module.__name__ in _NAMED:
             _NAMED[module.__name__](module)

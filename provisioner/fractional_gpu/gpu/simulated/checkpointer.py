@@ -9,7 +9,6 @@ can undo an operation that was killed.
 import errno
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -17,7 +16,7 @@ from typing import Final
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated.context import HELD, shut_gate
 from fractional_gpu.gpu.simulated.device_memory import charge
-from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
+from fractional_gpu.gpu.simulated.monitor import open_store, translated
 from fractional_gpu.gpu.simulated.processes import (
     CLOSED,
     Process,
@@ -42,7 +41,6 @@ NEEDS: Final = {
 }
 _TURN_S: Final = 5.0  # how long an operation waits for another one on the same process
 _CHUNK: Final = 8 << 20
-_SLICES_PER_S: Final = 50
 
 
 class SimulatedCheckpointer:
@@ -103,8 +101,6 @@ class SimulatedCheckpointer:
 
     @translated
     def _run(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float = _TURN_S) -> None:
-        if operation in ("lock", "checkpoint") and not self._store.settings().checkpointable:
-            raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{operation} of process {pid}: {UNABLE}")
         key = current_key(pid) or ""
         if find_process(self._store, key) is None:
             self._refuse(operation, pid, self._state(pid))
@@ -143,8 +139,7 @@ class SimulatedCheckpointer:
     def _save(self, process: Process) -> None:
         self._change(process.key, "phase='device'", "phase='saving'")
         try:
-            mib_s, job = self._store.settings().checkpoint_mib_s, process.pid if self._store.shared else None
-            self._copy_all(process.key, "device", "saved", mib_s, charged_to=job)
+            self._copy_all(process.key, "device", "saved", charged_to=process.pid if self._store.shared else None)
             self._change(process.key, "phase='saving'", "phase='saved'")
         finally:
             # If the change was committed, this empties the device files. Otherwise, it removes the copies.
@@ -153,14 +148,13 @@ class SimulatedCheckpointer:
     def _bring_back(self, process: Process, moves: Mapping[str, str]) -> None:
         self._reserve(process, self._target(process, moves))
         try:
-            self._copy_all(process.key, "saved", "device", self._store.settings().restore_mib_s)
+            self._copy_all(process.key, "saved", "device")
             self._change(process.key, "phase='restoring'", "phase='device', device=target, target=NULL")
         finally:
             settle(self._store, process.key)
 
-    def _copy_all(self, key: str, source: str, target: str, mib_s: int, *, charged_to: int | None = None) -> None:
+    def _copy_all(self, key: str, source: str, target: str, *, charged_to: int | None = None) -> None:
         folder = self._store.process_folder(key)
-        time.sleep(self._store.settings().latency_ms / 1000)
         sizes = self._store.query("SELECT id, bytes FROM allocations WHERE process=?", key)
         needed = sum((folder / f"{number}.{source}").stat().st_blocks * 512 for number, _ in sizes)
         available = self._store.available_bytes()
@@ -169,7 +163,7 @@ class SimulatedCheckpointer:
                 f"moving {needed / MIB:.0f} MiB needs as much free memory, and only {available / MIB:.0f} MiB is left"
             )
         for number, size in sizes:
-            _copy(folder / f"{number}.{source}", folder / f"{number}.{target}", size, mib_s, charged_to=charged_to)
+            _copy(folder / f"{number}.{source}", folder / f"{number}.{target}", size, charged_to=charged_to)
 
     def _target(self, process: Process, moves: Mapping[str, str]) -> Device:
         for old, new in moves.items():
@@ -218,19 +212,11 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
     raise GPUError(GPUErrorCode.DEVICE_LOST, "the process's device was lost during the operation")
 
 
-def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int | None = None) -> None:
-    """Copy a file, keeping its holes. The speed is at most `mib_s` MiB/s for the whole size, or unlimited if `mib_s` is 0.
+def _copy(source: Path, target: Path, size: int, *, charged_to: int | None = None) -> None:
+    """Copy a file, keeping its holes.
 
     The memory is charged to the control group of the process `charged_to`, or to our own group if that is None.
     """
-    began, chunk = time.monotonic(), _CHUNK
-    if mib_s:
-        chunk = max(1 << 16, min(_CHUNK, mib_s * MIB // _SLICES_PER_S))
-
-    def keep_pace(position: int) -> None:
-        if mib_s:
-            time.sleep(max(0.0, began + position / (mib_s * MIB) - time.monotonic()))
-
     with (
         opened(source.parent, source.name, os.O_RDONLY) as reading,
         opened(target.parent, target.name, os.O_WRONLY | os.O_CREAT) as writing,
@@ -241,13 +227,11 @@ def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int 
         for start, hole in _extents(reading, size):
             position = os.lseek(writing, start, os.SEEK_SET)
             while position < hole:
-                moved = os.sendfile(writing, reading, position, min(chunk, hole - position))
+                moved = os.sendfile(writing, reading, position, min(_CHUNK, hole - position))
                 if moved == 0:
                     raise OSError("device memory is shorter than recorded")
                 position += moved
-                keep_pace(position)
         os.ftruncate(writing, size)
-        keep_pace(size)
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:

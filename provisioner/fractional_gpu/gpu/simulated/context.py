@@ -179,6 +179,7 @@ def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
     return shut
 
 
+CONTEXT_MIB: Final = 32
 HELD: Final = f"SELECT COALESCE(SUM(bytes), 0) FROM processes WHERE {ON_DEVICE}"  # noqa: S608
 _UNSET: Final = "start the kernel through a broker with --simulate, or set it yourself"
 
@@ -225,7 +226,7 @@ class Context:
         try:
             self.key = own_key(self.store)
             device = self.store.device(wanted)
-            context_bytes = self.store.settings().context_mib * MIB
+            context_bytes = CONTEXT_MIB * MIB
             self._admitted(context_bytes, device.device_id, lambda db: self._begin(db, device, context_bytes))
             self.gate = Gate(self.store, self.key)
             self.load = Load(self.store, self.key)

@@ -39,8 +39,6 @@ _IDLE_MW: Final = 75_000  # the power of an idle device; this and the next figur
 _PEAK_MW: Final = 700_000  # the power of a fully used device
 _REAP_S: Final = 10.0
 
-UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
-
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
@@ -79,7 +77,6 @@ class SimulatedMonitor:
 
     @translated
     def devices(self) -> list[DeviceInfo]:
-        able = bool(self._store.settings().checkpointable)
         return [
             DeviceInfo(
                 device_id=device.device_id,
@@ -87,8 +84,7 @@ class SimulatedMonitor:
                 name=device.name,
                 memory_mib=device.memory_mib,
                 simulated=True,
-                checkpointable=able,
-                why_not="" if able else UNABLE,
+                checkpointable=True,
             )
             for device in self._store.devices()
         ]

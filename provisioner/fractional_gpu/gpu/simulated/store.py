@@ -6,7 +6,6 @@ them from mistakes but not from attacks. Only the owner of memory and root can r
 only regular files of that user (`processes.open_file`). Only root cleans up after other users.
 """
 
-import json
 import os
 import re
 import sqlite3
@@ -50,17 +49,6 @@ class SimulatedHostError(Exception):
 
 class NoSuchDeviceError(SimulatedHostError):
     pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The behaviour of the simulated hardware. Bandwidths are in MiB/s (0 means unlimited), latency in ms, context size in MiB."""
-
-    checkpoint_mib_s: int = 0
-    restore_mib_s: int = 0
-    latency_ms: int = 0
-    context_mib: int = 32
-    checkpointable: int = 1  # 0 makes every device behave as with a driver that is too old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +146,6 @@ class Store:
             rows = self.query("SELECT value FROM meta WHERE name='namespace'")
             self._home = rows[0][0] if rows else own_namespace()
         return self._home
-
-    def settings(self) -> Settings:
-        rows = self.query("SELECT value FROM meta WHERE name='settings'")
-        return Settings(**json.loads(rows[0][0])) if rows else Settings()
 
     def close(self) -> None:
         with self._mutex:
