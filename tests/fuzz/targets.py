@@ -248,7 +248,7 @@ class _NoDriver:
 
 def worker_request(data: bytes) -> None:
     """A request to the checkpoint worker."""
-    answer = json.dumps(worker._answer(cast("Any", _NoDriver()), cast("Any", _NoDriver()), data))
+    answer = json.dumps(worker._answer(cast("Any", _NoDriver()), cast("Any", _NoDriver), data))
     worker_process.parse(answer.encode(), worker_process.Reply)
 
 

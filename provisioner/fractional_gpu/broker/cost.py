@@ -28,20 +28,12 @@ _KEPT: Final = 1024  # accounts; full balances are forgotten beyond this number,
 class Account:
     """One account. Only the event loop uses it. `name` identifies the payer in messages. If `exempt`, it pays nothing and never waits."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        crowd: "set[Account] | None" = None,
-        exempt: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, name: str, *, crowd: "set[Account] | None" = None, exempt: bool = False) -> None:
         self.name = name
         self._crowd = set() if crowd is None else crowd  # the accounts that wait
         self._exempt = exempt
-        self._clock = clock
         self._left = COST_BURST_S
-        self._at_s = clock()
+        self._at_s = time.monotonic()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._reserved: deque[asyncio.Future[None]] = deque()
         self._paused: list[Callable[[], None]] = []
@@ -50,7 +42,7 @@ class Account:
 
     @property
     def left_s(self) -> float:
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._left = min(COST_BURST_S, max(-_MOST_DEBT_S, self._left) + (now_s - self._at_s) * self.share)
         self._at_s = now_s
         return self._left

@@ -19,7 +19,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any, Final
 
 from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, MemoryLimits, ProcessState
@@ -43,7 +44,9 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # driver libraries may print
     try:
         backend = open_checkpointer(arguments[1])
-        limits = _Limits(arguments[1])
+        limits = cache(
+            partial(open_memory_limits, arguments[1])
+        )  # opened on first use, because few drivers support them
     except GPUError as error:
         sys.stderr.write(f"the checkpoint worker cannot start: {error}\n")
         _send(error_fields(error))
@@ -65,29 +68,20 @@ def _send(message: Mapping[str, Any]) -> None:
     os.write(0, json.dumps(message).encode())
 
 
-class _Limits:
-    """The memory limits, which are opened on first use because few drivers support them."""
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-        self._opened: MemoryLimits | None = None
-
-    def perform(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if self._opened is None:
-            self._opened = open_memory_limits(self._backend)
-        device_id, group, mib = str(request["device_id"]), str(request["group"]), request.get("mib")
-        if request["op"] == "set_limit":
-            self._opened.set(device_id, group, None if mib is None else int(mib))
-            return {}
-        found = self._opened.read(device_id, group)
-        return {} if found is None else {"limit": {"hard_mib": found.hard_mib, "used_mib": found.used_mib}}
+def _limit(limits: MemoryLimits, request: Mapping[str, Any]) -> dict[str, Any]:
+    device_id, group, mib = str(request["device_id"]), str(request["group"]), request.get("mib")
+    if request["op"] == "set_limit":
+        limits.set(device_id, group, None if mib is None else int(mib))
+        return {}
+    found = limits.read(device_id, group)
+    return {} if found is None else {"limit": {"hard_mib": found.hard_mib, "used_mib": found.used_mib}}
 
 
-def _answer(backend: Checkpointer, limits: _Limits, packet: bytes) -> dict[str, Any]:
+def _answer(backend: Checkpointer, limits: Callable[[], MemoryLimits], packet: bytes) -> dict[str, Any]:
     try:
         request = json.loads(packet)
         if request["op"] in LIMIT_OPERATIONS:
-            return limits.perform(request)
+            return _limit(limits(), request)
         state, elapsed_us = _perform(backend, request)
     except GPUError as error:
         return error_fields(error)

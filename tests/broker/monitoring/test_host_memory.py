@@ -1,7 +1,11 @@
 """The broker watches the machine's memory and each kernel's control group, and reports each shortage once."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 
+from fractional_gpu.broker.monitoring import host_memory
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure, host_budget_mib
 from fractional_gpu.core.events import HostPressureSeen
 from fractional_gpu.core.model import LeaseState
@@ -21,11 +25,19 @@ pytestmark = pytest.mark.promise("race-host-memory")
         (0, 500, 0),
     ],
 )
-def test_the_budget_leaves_the_machine_some_room(room_mib: int, saved_mib: int, budget_mib: int) -> None:
-    assert host_budget_mib(8_000, 50_000, saved_mib, lambda: Headroom(room_mib, "the test")) == budget_mib
+def test_the_budget_leaves_the_machine_some_room(
+    monkeypatch: pytest.MonkeyPatch, room_mib: int, saved_mib: int, budget_mib: int
+) -> None:
+    monkeypatch.setattr(host_memory, "system_headroom", lambda: Headroom(room_mib, "the test"))
+    assert host_budget_mib(8_000, 50_000, saved_mib) == budget_mib
 
 
-def rooms(**mib: int) -> set[str]:
+def have(monkeypatch: pytest.MonkeyPatch, system_mib: int, room: Callable[[int], Headroom]) -> None:
+    monkeypatch.setattr(host_memory, "system_headroom", lambda: Headroom(system_mib, "the system's memory"))
+    monkeypatch.setattr(host_memory, "LimitReader", lambda: SimpleNamespace(headroom=room))
+
+
+def rooms(monkeypatch: pytest.MonkeyPatch, **mib: int) -> set[str]:
     pids = {name: number for number, name in enumerate(mib)}
     left = dict(enumerate(mib.values()))
 
@@ -34,16 +46,17 @@ def rooms(**mib: int) -> set[str]:
             raise ProcessLookupError
         return Headroom(left[pid], "a group")
 
-    return HostMemoryPressure(room, lambda: Headroom(10_000, "the system's memory"))(pids, 0.0)
+    have(monkeypatch, 10_000, room)
+    return HostMemoryPressure()(pids, 0.0)
 
 
-def test_who_has_no_room_in_its_group_is_pressed() -> None:
-    assert rooms(a=0, b=1, c=-1, d=0) == {"a", "d"}
+def test_who_has_no_room_in_its_group_is_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rooms(monkeypatch, a=0, b=1, c=-1, d=0) == {"a", "d"}
 
 
-def test_if_the_machine_is_full_no_group_is_blamed() -> None:
-    full = Headroom(0, "the system's memory")
-    assert HostMemoryPressure(lambda _pid: full, lambda: full)({"a": 1}, 0.0) == set()
+def test_if_the_machine_is_full_no_group_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, 0, lambda _pid: Headroom(0, "the system's memory"))
+    assert HostMemoryPressure()({"a": 1}, 0.0) == set()
 
 
 @pytest.mark.parametrize(
@@ -55,14 +68,17 @@ def test_if_the_machine_is_full_no_group_is_blamed() -> None:
         (500_000, [0, 10, 20]),
     ],
 )
-def test_the_more_room_there_is_the_more_rarely_it_is_looked_at(room_mib: int, looks_s: list[int]) -> None:
+def test_the_more_room_there_is_the_more_rarely_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, room_mib: int, looks_s: list[int]
+) -> None:
     looks: list[int] = []
 
     def room(_pid: int) -> Headroom:
         looks.append(now_s)
         return Headroom(room_mib, "a group")
 
-    pressure = HostMemoryPressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    have(monkeypatch, 1_000_000, room)
+    pressure = HostMemoryPressure()
     for now_s in range(0, 22, 2):
         assert pressure({"a": 1}, now_s) == ({"a"} if room_mib == 0 else set())
     assert looks == looks_s

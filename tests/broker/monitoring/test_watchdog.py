@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +26,20 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "broker.log"
     logging.getLogger().removeHandler(handler)
     handler.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> "Ends":
+    ends = Ends()
+    monkeypatch.setattr(os, "_exit", ends)
+    return ends
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> "Clock":
+    clock = Clock(0.2)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 @pytest.fixture(autouse=True)
@@ -63,17 +79,17 @@ class Ends:
     def __call__(self, code: int) -> None:
         self.codes.append(code)
         self.ended.set()
+        raise SystemExit  # of the watchdog's thread
 
 
 def a_recognizable_place(block: Callable[[], object]) -> None:
     block()
 
 
-def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_file: Path) -> None:
-    ends = Ends()
+def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_file: Path, ends: Ends) -> None:
 
     async def blocked() -> None:
-        with watchdog(500, end=ends):
+        with watchdog(500):
             a_recognizable_place(lambda: ends.ended.wait(DEADLINE_S))
 
     asyncio.run(blocked())
@@ -83,19 +99,17 @@ def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_f
     assert "in a_recognizable_place" in text
 
 
-async def test_a_loop_that_answers_between_long_steps_stays() -> None:
-    ends, clock = Ends(), Clock(0.2)
-    with watchdog(1000, end=ends, clock=clock):  # ten looks within the limit
+async def test_a_loop_that_answers_between_long_steps_stays(ends: Ends, clock: Clock) -> None:
+    with watchdog(1000):  # ten looks within the limit
         for _ in range(8):
             clock.await_looks(3)
             await asyncio.sleep(0)
     assert ends.codes == []
 
 
-async def test_a_loop_that_a_debugger_holds_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loop_that_a_debugger_holds_stays(monkeypatch: pytest.MonkeyPatch, ends: Ends, clock: Clock) -> None:
     monkeypatch.setattr(module, "_is_debugged", lambda: True)
-    ends, clock = Ends(), Clock(0.2)
-    with watchdog(1000, end=ends, clock=clock):
+    with watchdog(1000):
         clock.await_looks(20)
     assert ends.codes == []
 

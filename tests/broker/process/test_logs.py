@@ -4,9 +4,11 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fractional_gpu.broker.process import logs
 from fractional_gpu.broker.process.logs import RepeatFilter, _PrivateLog
 
 pytestmark = pytest.mark.promise("full-disk-told")
@@ -20,16 +22,17 @@ class Clock:
 
 
 @pytest.fixture
-def lines() -> Iterator[tuple[logging.Logger, list[str], Clock]]:
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[logging.Logger, list[str], Clock]]:
     written: list[str] = []
     clock = Clock()
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=clock))
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             written.append(record.getMessage())
 
     handler = Kept()
-    handler.addFilter(RepeatFilter(clock))
+    handler.addFilter(RepeatFilter())
     logger = logging.Logger("test")  # noqa: LOG001 - of this test alone
     logger.addHandler(handler)
     yield logger, written, clock

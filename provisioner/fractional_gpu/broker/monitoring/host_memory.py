@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +21,7 @@ import msgspec
 from fractional_gpu.broker.clock import within
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.files import replace_file
-from fractional_gpu.host.memory import (
-    LEAST,
-    Headroom,
-    LimitReader,
-    adjustment,
-    lower,
-    put_back,
-    smallest_limit,
-    system_headroom,
-)
+from fractional_gpu.host.memory import LEAST, LimitReader, adjustment, lower, put_back, smallest_limit, system_headroom
 from fractional_gpu.host.process import ProcessIdentity, identify, is_alive, scan
 
 if TYPE_CHECKING:
@@ -43,25 +34,19 @@ _FILLED_MIB_S: Final = 8192.0
 _LONGEST_S: Final = 10.0  # the longest time between two reads of a group
 
 
-def host_budget_mib(
-    configured_mib: int, total_mib: int, saved_mib: int, room: Callable[[], Headroom] = system_headroom
-) -> int:
+def host_budget_mib(configured_mib: int, total_mib: int, saved_mib: int) -> int:
     """Return the MiB of host memory that saved state may use: the configured budget, or less if the machine needs the memory.
 
     If this is below `saved_mib`, some kernels should return to their devices.
     """
     kept_free_mib = max(_KEPT_FREE_LEAST_MIB, total_mib // KEPT_FREE_PARTS)
-    return max(0, min(configured_mib, saved_mib + room().mib - kept_free_mib))
+    return max(0, min(configured_mib, saved_mib + system_headroom().mib - kept_free_mib))
 
 
 class HostMemoryPressure:
-    """Finds leases whose own control groups have no memory left. `room(pid)` returns how much a process has left."""
+    """Finds leases whose own control groups have no memory left."""
 
-    def __init__(
-        self, room: Callable[[int], Headroom] | None = None, system: Callable[[], Headroom] = system_headroom
-    ) -> None:
-        self._room = room
-        self._system = system
+    def __init__(self) -> None:
         self._rooms: dict[str, tuple[int, float]] = {}  # by lease: its pid, and when to read its room again
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
@@ -69,20 +54,20 @@ class HostMemoryPressure:
 
         `pids` maps leases to processes. Raises OSError or ValueError.
         """
-        if not pids or self._system().mib == 0:
+        if not pids or system_headroom().mib == 0:
             return set()
         self._rooms = {
             lease_id: known
             for lease_id, known in self._rooms.items()
             if pids.get(lease_id) == known[0] and now_s < known[1]
         }
-        room = self._room or LimitReader().headroom  # most kernels share a control group, which is read only once
+        reader = LimitReader()  # most kernels share a control group, which is read only once
         pressed = set()
         for lease_id, pid in pids.items():
             if lease_id in self._rooms:
                 continue
             try:
-                left_mib = room(pid).mib
+                left_mib = reader.headroom(pid).mib
             except (OSError, ValueError):
                 continue  # it ended, or its groups are unreadable: suspends refuse then, but this is no pressure
             if left_mib == 0:

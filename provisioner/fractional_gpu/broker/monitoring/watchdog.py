@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,15 +43,13 @@ async def notify_systemd() -> None:
 
 
 @contextmanager
-def watchdog(
-    limit_ms: int | None, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
-) -> Iterator[None]:
-    """Watch the event loop within the `with` block. If it is blocked for `limit_ms`, call `end(exit_status)`. None means no limit."""
+def watchdog(limit_ms: int | None) -> Iterator[None]:
+    """Watch the event loop within the `with` block. If it is blocked for `limit_ms`, end the process. None means no limit."""
     if limit_ms is None:
         yield
         return
     over = threading.Event()
-    watch = partial(_watch, asyncio.get_running_loop(), limit_ms / 1000, over, end, clock)
+    watch = partial(_watch, asyncio.get_running_loop(), limit_ms / 1000, over)
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     start(thread)
     try:
@@ -61,18 +59,12 @@ def watchdog(
         thread.join()
 
 
-def _watch(
-    loop: asyncio.AbstractEventLoop,
-    limit_s: float,
-    over: threading.Event,
-    end: Callable[[int], None],
-    clock: Callable[[], float],
-) -> None:
+def _watch(loop: asyncio.AbstractEventLoop, limit_s: float, over: threading.Event) -> None:
     tick_s = min(_LONGEST_TICK_S, limit_s / _TICKS)
-    still_s, looked_s = 0.0, clock()
+    still_s, looked_s = 0.0, time.monotonic()
     answered = _probe(loop)
     while not over.wait(tick_s):
-        now_s = clock()
+        now_s = time.monotonic()
         # In any time beyond two ticks, this thread, and so the loop, too, was stopped or got no processor time.
         passed_s, looked_s = min(now_s - looked_s, 2 * tick_s), now_s
         if answered.is_set():
@@ -84,8 +76,7 @@ def _watch(
         if still_s >= limit_s:
             _write_stacks(still_s)
             if not answered.wait(tick_s):
-                end(EXIT_HUNG)
-                return
+                os._exit(EXIT_HUNG)
             _write(f"the event loop continued after {still_s:.0f} s: the broker keeps serving")
 
 

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,16 +20,15 @@ _KEPT: Final = 256  # different lines to remember
 
 
 class RepeatFilter(logging.Filter):
-    """Lets the first `_AT_ONCE` of equal lines pass, and then one a minute with a count. `clock` returns monotonic seconds."""
+    """Lets the first `_AT_ONCE` of equal lines pass, and then one a minute with a count."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clock = clock
         self._seen: OrderedDict[tuple[int, str], tuple[float, int]] = OrderedDict()  # -> (start, repeats)
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        key, now_s = (record.levelno, text), self._clock()
+        key, now_s = (record.levelno, text), time.monotonic()
         since_s, times = self._seen.get(key, (now_s, 0))
         if now_s - since_s >= _PERIOD_S:
             if times >= _AT_ONCE:
