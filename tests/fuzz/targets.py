@@ -26,7 +26,7 @@ from fractional_gpu.engines.pod_seats import request_of
 from fractional_gpu.engines.pods import Pod
 from fractional_gpu.gpu import worker, worker_process, worker_service
 from fractional_gpu.gpu.interface import GPUError
-from fractional_gpu.host import claims, process, workload
+from fractional_gpu.host import process, workload
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
@@ -358,19 +358,11 @@ def proc(data: bytes) -> None:
     assert workload.parse_workload(below) is None, "users name the groups below one that was delegated to them"
 
 
-def names(data: bytes) -> None:
-    """A claimed device's id."""
-    try:
-        assert len(claims._address(data.decode("utf-8", "surrogatepass"))) <= 107
-    except ValueError as error:
-        _is_short(error, LONG)
-
-
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
     function.__name__: function
     for function in (
         request, reply, stream, status, iopub, connection, worker_request, worker_reply, ledger, learnt, settings, kernelspec,
-        headers, proc, names, service_request, pod,
+        headers, proc, service_request, pod,
     )
 }  # fmt: skip
 
@@ -427,6 +419,5 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     yield "settings", b'\x0a{"gpus":2}'
     yield "kernelspec", b'{"pool":"p","fraction":"1/4","memory":"20GiB","devices":1,"priority":0}'
     yield "headers", b"0.1.0; protocol=1"
-    yield "names", b"ledger.save_lease.before 2 kill"
     yield "proc", b"0::/system.slice/slurmstepd.scope/job_12/step_0"
     yield "proc", b"7 (x) S 1 2 3 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 99 0"

@@ -79,7 +79,6 @@ class Ends:
     def __call__(self, code: int) -> None:
         self.codes.append(code)
         self.ended.set()
-        raise SystemExit  # of the watchdog's thread
 
 
 def a_recognizable_place(block: Callable[[], object]) -> None:
@@ -93,7 +92,7 @@ def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_f
             a_recognizable_place(lambda: ends.ended.wait(DEADLINE_S))
 
     asyncio.run(blocked())
-    assert ends.codes == [EXIT_HUNG]
+    assert set(ends.codes) == {EXIT_HUNG}
     text = log_file.read_text()
     assert "CRITICAL the event loop has been blocked" in text
     assert "in a_recognizable_place" in text
