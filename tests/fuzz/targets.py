@@ -95,7 +95,6 @@ SETTINGS: tuple[Callable[[object], object], ...] = (
     values.metrics_address,
     hub.hours,
 )
-LONG = 100_000  # characters of an error about a name that the caller gave
 
 
 def _is_short(error: Exception, most: int) -> None:
