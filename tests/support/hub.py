@@ -58,7 +58,7 @@ c.Spawner.environment = given["environment"]
 c.Spawner.cmd = given["command"] or [given["python"], "-m", "jupyterhub.singleuser"]
 c.Spawner.args = given["arguments"]
 c.Spawner.poll_interval = 1
-c.Spawner.http_timeout = 120
+c.Spawner.http_timeout = given["http_timeout"]
 c.FractionalGPUMixin.gpu_wait = given["wait"]
 c.JupyterHub.log_level = "INFO"
 if given["page"] is not None:
@@ -111,6 +111,7 @@ class HubWorld:
                 "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
             ],
             "wait": 60,
+            "http_timeout": 120,
             "cleanup": False,  # whether a hub that ends takes its users' servers along, as it does by default
             "before": "",  # statements that configure the spawner and the broker instead of `configure`
             "page": None,  # what `add_page` is given, the port aside; None: no page about the GPUs
@@ -255,7 +256,7 @@ class HubWorld:
         request = urllib.request.Request(  # noqa: S310
             f"{self.url}hub/api/{path}", headers={"Authorization": f"token {token or self.token}"}
         )
-        with urllib.request.urlopen(request, timeout=180) as stream:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=3 * DEADLINE_S) as stream:  # noqa: S310
             for line in stream:
                 if line.startswith(b"data:"):
                     yield json.loads(line[5:])
