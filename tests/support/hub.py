@@ -26,8 +26,14 @@ import jupyterhub.spawner
 from fractional_gpu_hub import configure
 from tests.support.ports import free_ports
 # The hub chooses a port from the system, and its server listens there a second later: a concurrent test's kernel may have taken it
-# by then.
-jupyterhub.spawner.random_port = lambda: free_ports(1)[0]
+# by then, or another server that was given the same.
+given_ports = set()
+def new_port():
+    while (port := free_ports(1)[0]) in given_ports:
+        pass
+    given_ports.add(port)
+    return port
+jupyterhub.spawner.random_port = new_port
 given = json.loads(os.environ["TEST_HUB"])
 c = get_config()
 if given["before"]:
