@@ -1,6 +1,6 @@
 """How long a class takes to start: all ask a real hub for a server at once, start a kernel in it and run a first cell.
 
-    python -m tests.benchmarks.class_start [--students 60] [--rounds 1]
+    python -m tests.benchmarks.class_start [--students 20] [--rounds 1]
 
 This project's simple spawner and kernels of an eighth of a GPU, compared in turns with JupyterHub's simple local spawner and plain
 kernels. There are simulated GPUs for the whole class: it is the start that is measured, not the wait for a GPU.
@@ -8,6 +8,7 @@ kernels. There are simulated GPUs for the whole class: it is the start that is m
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="The start of a class, with this project's spawner and with a plain one."
     )
-    parser.add_argument("--students", type=int, default=60)
+    parser.add_argument("--students", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args(arguments)
     # A whole class at once, on a few processors, takes longer than tests have patience for.
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load, found = os.getloadavg()[0], {"fractional": list[_Times](), "plain": list[_Times]()}
     for turn in range(options.rounds):
         for kind in sorted(found, reverse=turn % 2 == 1):
+            print(f"{options.students} {kind} starts ...", file=sys.stderr, flush=True)
             found[kind].append(_measure(options.students, fractional=kind == "fractional"))
     print(
         f"{options.students} students, {options.rounds} rounds; {os.cpu_count()} CPUs; load average {load:.1f} before\n"
