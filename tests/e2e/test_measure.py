@@ -160,18 +160,20 @@ def test_others_who_come_while_it_measures_are_noticed_by_their_work_and_their_s
         load = (sys.executable, "-c", WORKS, "8", "0.2")
         with start(world, *options, "--", *load, environment=seated) as process:
             read_until(process, "round 1,")
-            said = ("a process without a lease worked on the device", "another user's kernel worked on the device")
-            for kind, why in zip(("stranger", "hidden"), said, strict=True):
+            why = "another user's kernel, or a process without a lease, worked on the device"
+            for kind in ("stranger", "hidden"):
                 with visitor(world, seated, Visit(kind, 0, 0, 0.8)) as other:
-                    read_until(process, why)
-                    other.terminate()
+                    try:
+                        read_until(process, why)
+                    finally:
+                        other.terminate()
                 read_until(process, "round ")
             process.send_signal(signal.SIGINT)
             printed, complaint = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 130, complaint
         found = json.loads(printed)
         assert found["interrupted"]
-        assert set(said) <= set(found["disturbed"])
+        assert why in found["disturbed"]
         assert found["settings"][0]["rounds"] >= 2
         assert_nothing_left(world)
 

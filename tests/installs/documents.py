@@ -36,6 +36,7 @@ CANNOT: Final[Mapping[str, str]] = {
     r"curl -L https://tljh\.jupyter\.org/bootstrap\.py ": "root on a machine for TLJH is needed; the form tljh-plugin does the same",
     r"sudo (systemctl|rm|tljh-config|/opt/tljh/)": "root on a machine with TLJH is needed; the form tljh-plugin does the same",
     r"sudo ~/gpu/bin/jupyter-gpu setup-machine": "it changes the machine; tests/commands has its tests",
+    r"sudo \.\.\./bin/pip install torch": "torch is never installed, and root on a machine with the service is needed",
     r"(cp|systemctl) ": "root and systemd are needed",
 }
 """Which commands are not run here, and why."""

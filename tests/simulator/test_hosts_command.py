@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 
@@ -61,17 +62,22 @@ def test_the_help_has_every_key_with_its_default(capsys: pytest.CaptureFixture[s
 
 def test_all_that_may_take_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--baseline", "static-fraction", "--baseline", "whole-gpu-suspend", "--baseline", "reservation")
-    last: list[str] = []
-    end = Progress.__exit__
+    last: dict[str, str] = {}
+    counter = Progress.counter
 
-    def ended(progress: Progress, *error: object) -> None:
-        last.append(f"{progress.what}: {progress._counted()}")
-        end(progress, *error)
+    def recorded(progress: Progress, things: str) -> Callable[[int, int], None]:
+        count = counter(progress, things)
 
-    monkeypatch.setattr(Progress, "__exit__", ended)
+        def record(done: int, of: int) -> None:
+            count(done, of)
+            last[progress.what] = progress._counted()
+
+        return record
+
+    monkeypatch.setattr(Progress, "counter", recorded)
     machine = ("--hosts", "2x(2x80GiB)", "--set", "several_gpus=0")
     assert main(["simulate", "--users", "3", "--json", *machine, *arguments]) == 0
-    said = "\n".join(last)
+    said = "\n".join(f"{what}: {counted}" for what, counted in last.items())
     ways = ["", *(f"{name}, " for name in arguments[1::2])]
     assert all(re.search(rf"(?m)^{way}4 devices: 6 of 6 sessions after \d+ s$", said) for way in ways)
     assert re.search(r"(?m)^synthetic users: 3 of 3 user-days made up after \d+ s$", said)
