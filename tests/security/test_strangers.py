@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fractional_gpu.broker import cost
 from fractional_gpu.broker.api import handler, lease_service, routes, server
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services.status import Viewer, host_status
@@ -321,16 +322,18 @@ def test_who_asks_too_much_is_told_when_to_ask_again(strict: LiveBroker) -> None
     assert refused.status == 429, "decided before the body is read"
 
 
-def test_every_request_is_charged_for_its_steps_and_its_bytes(strict: LiveBroker) -> None:
+def test_every_request_is_charged_for_its_steps_and_its_bytes(
+    strict: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     account = strict.broker.costs.of_user(os.getuid())
-    account._clock = lambda: account._at_s  # no time is earned in between
+    monkeypatch.setattr(cost, "COST_SHARE", 0.0)  # no time is earned in between
 
-    def cost(body: bytes) -> float:
+    def cost_of(body: bytes) -> float:
         before_s = account._left
         strict.call("POST", "/v1/leases", body)
         return before_s - account._left
 
-    small, large = cost(b" "), cost(b" " * limits.MAX_BODY_BYTES)
+    small, large = cost_of(b" "), cost_of(b" " * limits.MAX_BODY_BYTES)
     assert small > limits.COST_REQUEST_S
     assert large - small > limits.MAX_BODY_BYTES * limits.COST_BYTE_S * 0.9
 
