@@ -43,6 +43,7 @@ from tests.installs.story import (
     foreign,
     run,
     traces,
+    tried,
 )
 from tests.site.blocks import blocks, commands
 from tests.support.paths import ROOT
@@ -292,17 +293,6 @@ def _is_back(lines: Sequence[str]) -> bool:
 # -- the table ------------------------------------------------------------------------------------------------------------
 
 
-def _tried(name: str, make: Callable[[], str]) -> bool:
-    print(f"{name} ...", file=sys.stderr, flush=True)
-    begun = perf_counter()
-    try:
-        holds, finding = True, make()
-    except Failure as failure:
-        holds, finding = False, str(failure)
-    print(f"{'ok  ' if holds else 'FAIL'}  {name:<18}  {perf_counter() - begun:6.1f} s  {finding}", flush=True)
-    return holds
-
-
 def _clone(scratch: Path, source: str, ways: Sequence[str]) -> int:
     print("by    commands  first kernel back  whole demonstration")
     for way in ways:
@@ -353,7 +343,9 @@ def main() -> int:
             folder = scratch / str(number)
             folder.mkdir()
             check = FORMS.get(name) or partial(documents.follow, pages[name])
-            results.append(_tried(name, partial(check, built, folder)))
+            made = tried(name, partial(check, built, folder))
+            print(made.line(18), flush=True)
+            results.append(made.holds)
     return 0 if all(results) else 1
 
 

@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from tests.support.paths import ROOT
@@ -19,6 +20,7 @@ __all__ = [
     "Failure",
     "Home",
     "Installed",
+    "Result",
     "build",
     "build_wheel",
     "entries",
@@ -27,6 +29,7 @@ __all__ = [
     "foreign",
     "run",
     "traces",
+    "tried",
 ]
 
 PACKAGE = "jupyter-fractional-gpu"
@@ -36,6 +39,30 @@ LIMIT_S = 600.0
 
 class Failure(AssertionError):  # noqa: N818 - a finding
     """What is not as it should be, in a sentence."""
+
+
+class Result(NamedTuple):
+    """One line of a table of checks."""
+
+    check: str
+    holds: bool
+    finding: str
+    seconds: float
+
+    def line(self, width: int) -> str:
+        """Return the line, with the check's name in a column of this width."""
+        return f"{'ok  ' if self.holds else 'FAIL'}  {self.check:<{width}}  {self.seconds:6.1f} s  {self.finding}"
+
+
+def tried(check: str, make: Callable[[], str]) -> Result:
+    """Make a check, which returns its finding or raises Failure."""
+    print(f"{check} ...", file=sys.stderr, flush=True)
+    begun = perf_counter()
+    try:
+        holds, finding = True, make()
+    except Failure as failure:
+        holds, finding = False, str(failure)
+    return Result(check, holds, finding, perf_counter() - begun)
 
 
 class Artifacts(NamedTuple):

@@ -25,14 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 import yaml
 
 from tests.gpu.figures import RECORDED
-from tests.installs.story import Failure, build, build_wheel
+from tests.installs.story import Failure, Result, build, build_wheel, tried
 from tests.support.paths import ROOT
 
 LEFT_OUT: Final = (
@@ -45,15 +44,6 @@ _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-x
 _EXTRAS: Final = "[lab,hub]"
 _AT_ONCE: Final = 3
 _PYPROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-class Result(NamedTuple):
-    """One line of the table."""
-
-    check: str
-    holds: bool
-    finding: str
-    seconds: float
 
 
 # -- checks that need no environment ----------------------------------------------------------------------------------------
@@ -219,23 +209,13 @@ def _run(command: Sequence[str], *, cwd: Path = ROOT, environment: Mapping[str, 
     return done.stdout
 
 
-def _tried(check: str, make: Callable[[], str]) -> Result:
-    print(f"{check} ...", file=sys.stderr, flush=True)
-    begun = perf_counter()
-    try:
-        holds, finding = True, make()
-    except Failure as failure:
-        holds, finding = False, str(failure)
-    return Result(check, holds, finding, perf_counter() - begun)
-
-
 def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
     """Make every check: the long ones, which wait for processes more than they compute, a few at once and the longest first."""
-    yield _tried("version", check_version)
-    yield _tried("conda recipe", check_recipe)
-    yield _tried("Pythons", check_pythons_of_the_metadata)
-    yield _tried("hardware", check_hardware)
-    built = _tried("wheel and sdist", lambda: check_builds(scratch / "dist"))
+    yield tried("version", check_version)
+    yield tried("conda recipe", check_recipe)
+    yield tried("Pythons", check_pythons_of_the_metadata)
+    yield tried("hardware", check_hardware)
+    built = tried("wheel and sdist", lambda: check_builds(scratch / "dist"))
     yield built
     checks = {
         **(dict(_environments(scratch, versions)) if built.holds else {}),
@@ -244,7 +224,7 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
         "JupyterLab's extension": check_extension,
     }
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        yield from pool.map(_tried, checks.keys(), checks.values())
+        yield from pool.map(tried, checks.keys(), checks.values())
 
 
 def _environments(scratch: Path, versions: Sequence[str]) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -270,7 +250,7 @@ def main() -> int:
         made = list(results(Path(folder), options.python))
     width = max(len(one.check) for one in made)
     for one in made:
-        print(f"{'ok  ' if one.holds else 'FAIL'}  {one.check:<{width}}  {one.seconds:6.1f} s  {one.finding}")
+        print(one.line(width))
     return int(not all(one.holds for one in made))
 
 

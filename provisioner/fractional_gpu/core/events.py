@@ -328,7 +328,7 @@ class HostMemoryNeeded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFinished(LeaseEvent):
-    """The answer to `Suspend`. If its operation id or generation is not that of the suspend in progress, it is only recorded."""
+    """The answer to `Suspend`. If its operation id or generation does not match the suspend in progress, it is only recorded."""
 
     operation_id: int
     generation: int

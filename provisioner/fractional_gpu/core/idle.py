@@ -91,7 +91,7 @@ def _neighbours_leave_for(lease: Lease) -> bool:
 
 
 def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
-    """Schedule a check for `due_ms`, when the idle lease is to be suspended. If its pool gives warnings, warn the kernel once."""
+    """Schedule a check for `due_ms`, when the idle lease should be suspended. If its pool gives warnings, warn the kernel once."""
     books, now_ms = changes.books, changes.now_ms
     warn_ms = books.policy(lease).warn_before_ms
     is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms
@@ -108,7 +108,7 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how long after its last activity the lease is to be suspended, in ms, or None while keeping its room costs nothing."""
+    """Return how long after its last activity the lease should be suspended, in ms, or None while keeping its room costs nothing."""
     # The result is cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:

@@ -136,7 +136,7 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how long a cell that needs `want_milli` of a device takes beside other busy leases, in thousandths of its time alone."""
+    """Return how long a cell that needs `want_milli` of a device takes next to other busy leases, in thousandths of its time alone."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 

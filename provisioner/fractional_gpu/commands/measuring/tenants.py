@@ -39,7 +39,7 @@ OTHERS_MILLI: Final = 20  # use by others that disturbs a step; less slows tenan
 
 
 class NoSpareRoomError(CommandError):
-    """The pool currently has no spare room for the programs that are to be measured together."""
+    """The pool currently has no spare room for the programs that should be measured together."""
 
 
 class TenantError(CommandError):
