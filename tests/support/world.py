@@ -191,10 +191,17 @@ class World:
 
     def suspend_for_others(self, kernel_id: str) -> None:
         """Let an idle kernel be suspended without its user's request: its device is emptied for a moment."""
+        with self.emptied(kernel_id):
+            pass
+
+    @contextmanager
+    def emptied(self, kernel_id: str) -> Iterator[None]:
+        """Suspend an idle kernel without its user's request, and keep its device empty for the block."""
         device_id = self.lease(kernel_id).lease.device_id or ""
         with self.client() as client:
             client.drain(device_id, DrainRequest())
             self.await_state(kernel_id, "suspended")
+            yield
             client.undrain(device_id)
 
     def await_restart(self, kernel_id: str, old: int | None) -> LeaseStatus:
@@ -215,10 +222,8 @@ class World:
         return {file.name: file.read_text()[-20_000:] for file in files if file.exists()}
 
     def close(self) -> None:
-        """Stop the broker and remove everything; fails if a process is left that still uses the simulated host."""
+        """Stop all brokers and remove everything; fails if a process is left that still uses the simulated host."""
         self.end_broker()
-        for pid in self._on_socket():  # one that a hub's attendant started, or that is on its way to end
-            self.end(pid, signal.SIGTERM)
         shutil.rmtree(self.folder)
 
     def _on_socket(self) -> list[int]:
@@ -233,9 +238,9 @@ class World:
 
     def end_broker(self) -> None:
         """Stop the broker and remove the simulated host; fails if a process is left that still uses it."""
-        pid = self.broker_pid()
-        if pid is not None:
-            self.end(pid, signal.SIGTERM)
+        while pids := self._on_socket():  # a hub's attendant may have just started another one
+            for pid in pids:
+                self.end(pid, signal.SIGTERM)
         folder = self.simulated_folder
         if folder.exists():
             with suppress(FileNotFoundError):

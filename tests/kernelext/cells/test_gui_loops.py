@@ -83,11 +83,13 @@ def test_a_new_limit_counts_at_once_and_the_cells_behind_a_failed_one_do_not_run
     gate = broker.stream("gate")
     gate.command(GateVerb.LIMIT, 5, JUPYTER_GPU_MEMORY_MIB=str(51712))
     until(notes.exists, "the limit is set while the loop runs")
+    subshell = kernel.create_subshell()
     failing = begin(kernel, "notes.touch()\ninput()\n1/0", removed(notes), allow_stdin=True)
     kernel.client.get_stdin_msg(timeout=60)
     gate.command(GateVerb.LIMIT, 6, JUPYTER_GPU_MEMORY_MIB=str(26112))
     assert broker.answer_to(6) == "done"
     kernel.send("behind = True")
+    kernel.finish(kernel.send_with_header("%%cpu\npass", subshell_id=subshell))  # so the kernel has both
     kernel.client.input("")
     assert kernel.finish(failing).status == "error"
     begin(kernel, "notes.write_text(str('behind' in globals()))", removed(notes))
