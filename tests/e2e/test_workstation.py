@@ -5,7 +5,6 @@
 
 import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -101,17 +100,17 @@ class Workstation:
         self.systemctl.write_text(SYSTEMCTL)
         self.systemctl.chmod(0o755)
         self._started: list[subprocess.Popen[str]] = []
-        self._holder = subprocess.Popen(
-            ["unshare", "-m", "-n", "sh", "-ec", "; ".join(script)], stdout=subprocess.PIPE, text=True
-        )
+        isolated = ["unshare", "-m", "-n", "-p", "--fork", "--kill-child", "--mount-proc"]
+        self._holder = subprocess.Popen([*isolated, "sh", "-ec", "; ".join(script)], stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout is not None
         with self._holder.stdout as out:
             assert out.readline() == "ready\n"
+        self._first = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().strip()
 
     def _words(self, user: str, words: Sequence[str]) -> list[str]:
         become = [] if user == "root" else ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
         home = "/root" if user == "root" else f"/home/{user}"
-        enter = ["nsenter", "-t", str(self._holder.pid), "-m", "-n", f"--wdns={home}", *become]
+        enter = ["nsenter", "-t", self._first, "-m", "-n", "-p", f"--wdns={home}", *become]
         return [*enter, "env", "-i", f"PATH={PATH}", f"HOME={home}", "LC_ALL=C.UTF-8", *words]
 
     def run(self, user: str, *words: str, code: int = 0) -> str:
@@ -155,8 +154,6 @@ class Workstation:
 
     def close(self) -> None:
         self.end()
-        if (pid := Path(f"/proc/{self._holder.pid}/root/run/unit.pid")).exists():
-            os.kill(int(pid.read_text()), 15)
         self._holder.kill()
         self._holder.wait()
 
