@@ -31,6 +31,7 @@ from fractional_gpu.core.model import (
     Sharing,
     Strangers,
 )
+from fractional_gpu.core.units import host_capacity
 
 Row = tuple[Any, ...]
 BOOL, TEXT, PATH = "expected True or False", "expected a string", "expected an absolute path such as"
@@ -306,4 +307,4 @@ def test_an_address_that_others_reach_is_allowed_where_that_is_meant() -> None:
 
 
 def test_host_memory_is_told_as_a_number_of_suspended_kernels() -> None:
-    assert Settings({}).capacity(131_072, 81_920) == "room for 6 that filled 1/4 of a GPU (20 GiB each)"
+    assert host_capacity(131_072, 81_920, 250) == "room for 6 that filled 1/4 of a GPU, 20 GiB each"

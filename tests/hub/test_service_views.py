@@ -43,7 +43,7 @@ def seat(owner: str) -> SeatStatus:
 
 def snapshot(*leases: LeaseStatus, **fields: Any) -> Snapshot:  # noqa: ANN401 - Picture's own
     status = HostStatus(
-        version="1", pid=1, simulated=False, socket="s", host_budget_mib=1000, host_saved_mib=0,
+        version="1", pid=1, simulated=False, socket="s", host_budget_mib=100_000, host_saved_mib=0,
         devices=[DEVICE], leases=list(leases), pools={"default": [250, 500]},
     )  # fmt: skip
     seats = SeatList(seats=[seat("ada"), seat("bob")])
@@ -58,6 +58,9 @@ def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
         assert secret not in text
     assert shown["devices"][0]["kernels"] == "1 of yours, 1 of other users with 20 GiB"
     assert "other programs hold 1 GiB" in shown["devices"][0]["note"]
+    room = "(room for 4 that filled 1/4 of a GPU, 20 GiB each)"
+    assert room not in shown["summary"]
+    assert room in view_of(snapshot(), GRACE)["summary"]
     administrators = view_of(snapshot(), GRACE)["devices"][0]["note"]
     assert "other programs hold 1 GiB: train (process 7 of carol) holds 1 GiB" in administrators
     assert [row["id"] for row in shown["kernels"]] == ["aaaa" * 6]

@@ -115,6 +115,7 @@ class HubWorld:
                 f"--ServerApp.jpserver_extensions={NO_EXTENSIONS}",
                 # A notebook of a test hears pings only while it waits for a cell; others must not be hung up on.
                 "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
+                f"--MappingKernelManager.kernel_info_timeout={DEADLINE_S}",  # a slow kernel's notebook neither
             ],
             "wait": 60,
             "http_timeout": 120,

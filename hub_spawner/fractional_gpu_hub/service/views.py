@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from fractional_gpu.config import COMMON_POOL_KEYS, POOL_KEYS
-from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, plural
+from fractional_gpu.core.units import (
+    format_duration,
+    format_forecast,
+    format_fraction,
+    format_memory,
+    host_capacity,
+    plural,
+)
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_words
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus, describe_strangers
 from fractional_gpu_hub.service.broker_follower import Snapshot
@@ -61,6 +68,9 @@ def _summary(status: HostStatus, shown: list[LeaseStatus], viewer: Viewer) -> st
         f"{suspended} suspended",
         f"{format_memory(status.host_saved_mib)} of {format_memory(status.host_budget_mib)} host memory used by suspended kernels",
     ]
+    largest = max(status.devices, key=lambda one: one.memory_mib, default=None)
+    if viewer.admin and largest is not None and status.pools.get(largest.pool):
+        parts[-1] += f" ({host_capacity(status.host_budget_mib, largest.memory_mib, status.pools[largest.pool][0])})"
     if status.goes_away_in_ms is not None:
         parts.append(f"this machine is being revoked: {host_deadline(status.goes_away_in_ms)}")
     return ", ".join(parts)

@@ -55,7 +55,7 @@ def not_answering(path: str, seconds: float, pid: int | None) -> str:
         remedy = "a debugger holds that process; continue it there"
     else:
         restart = (
-            "an administrator can restart it with `systemctl restart jupyter-gpu`"
+            "an administrator can restart it with `systemctl restart jupyter-gpu`, or on Kubernetes by deleting its pod"
             if is_service_socket(path)
             else f"restart it with `jupyter gpu broker --restart --socket {path}`"
         )

@@ -28,7 +28,7 @@ from fractional_gpu.config.model_servers import parse_yielders
 from fractional_gpu.config.pools import POOL_KEYS, Pool, parse_pools
 from fractional_gpu.config.values import ConfigError, Setting, config_error, did_you_mean, settings_of
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
-from fractional_gpu.core.units import RESTORE_MARGIN_MIB, format_fraction, format_memory
+from fractional_gpu.core.units import RESTORE_MARGIN_MIB, format_fraction
 
 DRIVER_MIB = 300  # for each real device
 _USUAL_FRACTION_MILLI = 250
@@ -284,12 +284,6 @@ class Settings(HasTraits):
         if self.default_fraction is not None:
             return self.default_fraction
         return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
-
-    def capacity(self, budget_mib: int, device_mib: int) -> str:
-        """Say how many suspended kernels fit into `budget_mib` of host memory if each has filled the default share of a device."""
-        share_mib = max(1, device_mib * self.first_fraction // 1000)
-        number = budget_mib // share_mib
-        return f"room for {number} that filled {format_fraction(self.first_fraction)} of a GPU ({format_memory(share_mib)} each)"
 
     @property
     def culls_idle(self) -> bool:

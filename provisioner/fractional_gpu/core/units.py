@@ -154,6 +154,13 @@ def format_fraction(milli: int) -> str:
     return f"{milli / 1000:g}"
 
 
+def host_capacity(budget_mib: int, device_mib: int, milli: int) -> str:
+    """Say how many suspended kernels fit into `budget_mib` of host memory if each has filled `milli` of a device."""
+    share_mib = max(1, device_mib * milli // 1000)
+    number = budget_mib // share_mib
+    return f"room for {number} that filled {format_fraction(milli)} of a GPU, {format_memory(share_mib)} each"
+
+
 def format_gpus(milli: int) -> str:
     """Return the number of GPUs as text, such as `1/4 GPU` or `1.5 GPUs`. A sum of fractions can exceed one GPU."""
     return f"{format_fraction(milli)} GPU" if milli <= 1000 else f"{milli / 1000:g} GPUs"

@@ -53,7 +53,7 @@ from fractional_gpu.config import Settings
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceDrained, DeviceSeen, Event, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec
-from fractional_gpu.core.units import format_memory
+from fractional_gpu.core.units import format_memory, host_capacity
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.accounts import ACCOUNTS
 from fractional_gpu.host.claims import NameClaim
@@ -178,7 +178,9 @@ class BrokerRun:
         sampler = Sampler(broker, specs, budget)
         broker.operations.sample = sampler.refresh
         self._configure(budget_mib)
-        capacity = settings.capacity(budget_mib, max((spec.memory_mib for spec in self.specs), default=0))
+        capacity = host_capacity(
+            budget_mib, max((spec.memory_mib for spec in self.specs), default=0), settings.first_fraction
+        )
         log.info("%s of host memory is for suspended kernels: %s", format_memory(budget_mib), capacity)
         await self._take_back_leases(files, swaps)
         await sampler.sample()  # so that leases' use is known before any request is answered

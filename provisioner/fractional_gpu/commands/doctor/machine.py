@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.config import Settings
 from fractional_gpu.core.model import Sharing
-from fractional_gpu.core.units import format_memory
+from fractional_gpu.core.units import format_memory, host_capacity
 from fractional_gpu.gpu.checkpoint_trial import PHASES, TrialResult, try_checkpoint
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
 from fractional_gpu.gpu.limit_trial import try_memory_limit
@@ -65,7 +65,7 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
     else:
         yield ok("host-memory", what if not devices else f"{what}, devices hold {format_memory(device_mib)}")
     if devices and settings is not None:
-        capacity = settings.capacity(budget_mib, max(device.memory_mib for device in devices))
+        capacity = host_capacity(budget_mib, max(device.memory_mib for device in devices), settings.first_fraction)
         yield note("host-memory", f"it is the capacity for suspended kernels: {capacity}")
     if here.mib >= system.mib:
         yield ok("cgroup", "no control group limits this process below the system's memory")
