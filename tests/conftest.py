@@ -21,7 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.host.workload import own_workload
-from tests.support.paths import INJECTED
+from tests.support.paths import INJECTED, QUICK
 
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 if not os.environ.get("JUPYTER_GPU_ALL_LOOKS"):
@@ -36,7 +36,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Simulated hardware has faults, in this process and in those that get its environment.
 runpy.run_path(str(INJECTED / "sitecustomize.py"))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECTED), os.environ.get("PYTHONPATH"))))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECTED), str(QUICK), os.environ.get("PYTHONPATH"))))
 
 if own_workload(os.environ):
     # A machine that runs the tests as a job or in a pod: brokers start automatically there as elsewhere.

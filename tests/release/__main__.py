@@ -173,7 +173,7 @@ def check_environment(python: str, wheel: Path, folder: Path, *, oldest: bool) -
         "-p",
         "no:cacheprovider",
         "-o",
-        "pythonpath=. tests/support/quick tests/support/no_debugpy",
+        "pythonpath=. tests/support/quick tests/support/injected tests/support/no_debugpy",
         *(["-W", "default"] if oldest else []),
     ]
     left_out = [f"--ignore={file}" for file in LEFT_OUT]

@@ -8,7 +8,7 @@ or until it is removed if `times` is None. If several faults match, the oldest o
 - `hang` waits before the operation, and `late` after it, until the fault is removed;
 - `lie` reports success without performing the operation; for the operation `state`, `lie:STATE` returns this state.
 
-`injected/sitecustomize.py` makes them happen, in each process that has this folder in its PYTHONPATH, and in the tests' own.
+`injected/injections.py` makes them happen, in each process that has this folder in its PYTHONPATH, and in the tests' own.
 """
 
 import json
@@ -122,7 +122,7 @@ def return_device(directory: str | Path, device_id: str) -> None:
 
 
 def configure(store: Store, **changes: int) -> None:
-    """Change the settings of the hardware (`DEFAULTS` in `injected/sitecustomize.py`) for every process, from the next operation on."""
+    """Change the settings of the hardware (`DEFAULTS` in `injected/injections.py`) for every process, from the next operation on."""
     rows = store.query("SELECT value FROM meta WHERE name='settings'")
     settings = {**(json.loads(rows[0][0]) if rows else {}), **changes}
     with store.transaction() as db:

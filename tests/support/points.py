@@ -13,7 +13,7 @@ from tests.support.paths import INJECTED
 __all__ = ["UNTOLD", "known_points", "plain"]
 
 _BROKER = Path(fractional_gpu.broker.api.routes.__file__).parent
-_INJECTED = INJECTED / "sitecustomize.py"
+_INJECTED = INJECTED / "injections.py"
 _WRITE = re.compile(r"(?:submit|run)\(\s*partial\(\s*(?:[\w.]*\.)?ledger\.(\w+)")
 
 UNTOLD = {
