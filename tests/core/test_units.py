@@ -168,6 +168,7 @@ def test_a_duration_is_printed_without_a_fraction_of_a_millisecond(ms: int) -> N
         (43_000, "45 s"),
         (58_000, "1 min"),
         (150_000, "2 min"),
+        (3_540_000, "59 min"),
         (3_600_000, "1 h"),
         (4_400_000, "1 h 10 min"),
     ],

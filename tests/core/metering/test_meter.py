@@ -292,6 +292,10 @@ def test_the_price_is_that_of_the_time_of_the_week() -> None:
     assert usage.charge_milli == 500 + 2500
 
 
+def test_the_hours_of_a_price_are_said_to_the_minute() -> None:
+    assert PriceBand(spans=((8 * 60 + 30, 18 * 60 + 15),), price_milli=1).hours == "Mon 08:30-18:15"
+
+
 def test_the_machine_s_hours_begin_where_its_time_zone_says() -> None:
     def india(number: int) -> tuple[int, int]:  # 5.5 hours ahead
         return utc(number + 22)._replace(hour_s=utc(number + 22).hour_s - 19_800)
