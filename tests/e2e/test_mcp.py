@@ -6,27 +6,39 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.agents import Agent, connected, mcp_server, mcp_world
-from tests.support.world import Server, World, until
+from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("agents")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with mcp_world() as world:
+        world.configure("c.GPUBroker.pools = {'default': {'idle_after': 'on-demand', 'preempt': 'never'}}")
+        world.start_broker()
         yield world
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(world: World) -> Iterator[Server]:
     with mcp_server(world) as server:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def agent(server: Server) -> Iterator[Agent]:
     with connected(server) as agent:
         yield agent
+
+
+@pytest.fixture
+def kernels(world: World, server: Server) -> Iterator[list[Notebook]]:
+    """Kernels that end with the test."""
+    started: list[Notebook] = []
+    yield started
+    for one in started:
+        server.request("DELETE", f"api/kernels/{one.kernel_id}")
+    until(lambda: not world.status().leases, "their leases have ended")
 
 
 def test_tools_say_what_they_only_read_and_what_they_answer(agent: Agent) -> None:
@@ -39,8 +51,7 @@ def test_tools_say_what_they_only_read_and_what_they_answer(agent: Agent) -> Non
     assert "ends_in_ms" in json.dumps(tools["gpu_reserve"]["outputSchema"])
 
 
-def test_an_agent_reserves_and_releases_and_is_told_what_failed(world: World, agent: Agent) -> None:
-    world.start_broker()
+def test_an_agent_reserves_and_releases_and_is_told_what_failed(agent: Agent) -> None:
     first = agent.call("gpu_reserve", memory_mib=700, seconds=600, agent="alpha")
     assert first["environment"]
     refused = agent.call("gpu_reserve", memory_mib=700, wait_s=0)
@@ -53,16 +64,12 @@ def test_an_agent_reserves_and_releases_and_is_told_what_failed(world: World, ag
     assert (unknown["code"], "jupyter gpu status" in unknown["message"]) == ("not-found", True)
 
 
-def test_what_an_agent_reserved_ends_with_its_jupyter_server(world: World, server: Server, agent: Agent) -> None:
-    world.start_broker()
-    agent.call("gpu_reserve", memory_mib=100)
-    server.process.kill()
-    until(lambda: not world.status().leases, "the reservation has ended")
-
-
-def test_an_agent_brings_a_kernel_back_resizes_and_explains_it(world: World, server: Server, agent: Agent) -> None:
+def test_an_agent_brings_a_kernel_back_resizes_and_explains_it(
+    world: World, server: Server, agent: Agent, kernels: list[Notebook]
+) -> None:
     (kernelspec,) = world.install(250)
     notebook = server.start(kernelspec)
+    kernels.append(notebook)
     notebook.must(
         "from fractional_gpu.gpu.simulated import cuda\nbuffer = cuda.allocate(1 << 20); buffer.write(b'abc')"
     )
@@ -79,10 +86,12 @@ def test_an_agent_brings_a_kernel_back_resizes_and_explains_it(world: World, ser
     assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
 
 
-def test_a_wait_ends_at_its_deadline_and_says_what_is_in_the_way(world: World, server: Server, agent: Agent) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'idle_after': 'on-demand', 'preempt': 'never'}}")
+def test_a_wait_ends_at_its_deadline_and_says_what_is_in_the_way(
+    world: World, server: Server, agent: Agent, kernels: list[Notebook]
+) -> None:
     (whole,) = world.install(1000)
     first, second = server.start(whole), server.start(whole)
+    kernels += [first, second]
     go = world.state / "go"
     running = first.send(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)")
     world.await_state(first.kernel_id, "resident")
@@ -97,10 +106,18 @@ def test_a_wait_ends_at_its_deadline_and_says_what_is_in_the_way(world: World, s
 
 
 def test_many_waits_leave_the_server_its_threads_and_end_with_it(world: World, server: Server, agent: Agent) -> None:
-    world.start_broker()
+    """It stops the server, so it comes last of the tests that share it."""
     agent.call("gpu_reserve", memory_mib=1000)
     waits = [agent.begin("gpu_reserve", memory_mib=30, wait_s=3600) for _ in range(45)]
     until(lambda: len(agent.call("gpu_status")["leases"]) == 1 + len(waits), "all wait")
     assert server.request("GET", "api/contents")["type"] == "directory"
     server.stop()
     until(lambda: not world.status().leases, "all have ended")
+
+
+def test_what_an_agent_reserved_ends_with_its_jupyter_server() -> None:
+    with mcp_world() as world, mcp_server(world) as server, connected(server) as agent:
+        world.start_broker()
+        agent.call("gpu_reserve", memory_mib=100)
+        server.process.kill()
+        until(lambda: not world.status().leases, "the reservation has ended")

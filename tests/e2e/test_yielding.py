@@ -58,6 +58,10 @@ def intact(notebook: Notebook, name: str) -> None:
     assert notebook.must(f"print(buffer.read(1000 * {len(name)}) == b'{name}' * 1000)").text == "True\n"
 
 
+def states(world: World) -> list[str]:
+    return [lease.state for lease in world.status().leases]
+
+
 POOL = "{'default': {'idle_after': 'on-demand', 'min_residency': 0, 'min_residency_swaps': 0, 'strangers': %r}}"
 
 
@@ -68,13 +72,10 @@ def test_idle_kernels_leave_for_a_program_that_grows_and_come_back_when_it_has_g
     notebooks = start(world, server, "a", "b", "c")
     with stranger(world, 100) as program:
         until(lambda: world.status().devices[0].strangers, "it is seen")
-        assert [world.lease(one.kernel_id).state for one in notebooks.values()] == ["resident"] * 3
-        program.hold(400)
-        world.await_state(notebooks["a"].kernel_id, "suspended")
-        program.hold(600)
-        world.await_state(notebooks["b"].kernel_id, "suspended")
-        program.hold(750)
-        world.await_state(notebooks["c"].kernel_id, "suspended")
+        assert states(world) == ["resident"] * 3
+        for suspended, mib in enumerate((400, 600, 750), 1):
+            program.hold(mib)
+            until(lambda count=suspended: states(world).count("suspended") == count, f"{suspended} have left")  # type: ignore[misc]
         waiting = notebooks["b"].send("print(buffer.read(3))")
         until(lambda: any(one.reason == "wait.stranger" for one in world.status().leases), "it waits for the program")
         assert program.process.poll() is None, "nobody ended it"
