@@ -204,6 +204,17 @@ async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:
         ] is SuspendOutcome.REFUSED
 
 
+async def test_a_busy_kernel_without_a_context_gives_its_room_back_if_its_cell_ends_soon() -> None:
+    def preempt() -> str:
+        quiet.busy = False  # the cell ends
+        return f"closed: {NO_CELL_RUNS}"
+
+    async with kernel_of(1, {"preempt": preempt}) as (kernel, quiet, _pids):
+        quiet.busy = True
+        outcome, _, sentence = await swaps_of(Driver()).suspend(kernel, suspend_of(kernel, preempt=True), journal([]))
+    assert outcome is SuspendOutcome.NOTHING_TO_SAVE, sentence
+
+
 @pytest.mark.parametrize(
     ("detail", "outcome"),
     [
