@@ -120,6 +120,17 @@ def test_leases_without_a_process_hold_half_of_a_pool_at_most_and_one_always() -
     assert holds(small, "eve0")
 
 
+@pytest.mark.parametrize(("owner", "parked"), [("bob", True), ("eve", False)])
+def test_a_lease_is_parked_for_another_users_ticket_and_not_for_its_owners(owner: str, *, parked: bool) -> None:
+    hand = Hand()
+    ask(hand, "eve0", 300)
+    ask(hand, "big", 900, owner=owner, gated=True)
+    hand.send(Attached(at_ms=hand.now, lease_id="big", gated=True))
+    hand.want("big")
+    assert ("wait.unattached" in hand.reasons(ask(hand, "eve1", 100), "eve1")) == parked
+    assert holds(hand, "eve1") != parked
+
+
 def test_a_parked_lease_says_why_and_is_served_when_an_earlier_one_ends() -> None:
     hand = Hand(device(memory_mib=2000))
     ask(hand, "a")
