@@ -1,18 +1,22 @@
 """Leases that cannot be checkpointed stay resident: they are never victims, each reports its reason, and retries are limited."""
 
+from dataclasses import replace
+
 import pytest
 
 from fractional_gpu.core.effects import Declined, Effect, Suspend
 from fractional_gpu.core.events import (
+    Attached,
     Checkpointable,
     DeviceSeen,
     LeaseReleased,
+    LeaseRequested,
     ProcessExited,
     SuspendOutcome,
     SuspendRequested,
 )
 from fractional_gpu.core.model import DeviceSpec, LeaseState, PoolSpec, Sharing
-from tests.core.driving import Hand, device, lease_measured, pool
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 MINUTE_MS = 60_000
 WHY = "it uses managed memory"
@@ -47,6 +51,16 @@ def test_a_process_that_cannot_be_checkpointed_is_no_victim_until_it_ends() -> N
     hand.send(ProcessExited(at_ms=hand.now, lease_id="a"))
     assert hand.state("b") is LeaseState.RESIDENT
     assert hand.view("a").unsuspendable_reason == ""
+
+
+def test_a_pool_may_keep_kernels_whose_use_is_not_known() -> None:
+    hand = Hand(pools=[replace(pool(), suspend_unseen=False)])
+    for name, gated in (("seen", True), ("unseen", False)):
+        hand.send(LeaseRequested(at_ms=hand.now, spec=spec(name, 300, gated=gated)))
+        hand.send(Attached(at_ms=hand.now, lease_id=name, gated=gated))
+        hand.want(name)
+    assert hand.view("seen").unsuspendable_reason == ""
+    assert "our extension is not loaded" in hand.view("unseen").unsuspendable_reason
 
 
 def test_who_asks_for_its_suspend_is_told_why_it_stays() -> None:

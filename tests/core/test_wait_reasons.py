@@ -112,6 +112,7 @@ def test_a_pin_is_told_with_its_end() -> None:
     hand = Hand()
     run(hand, "a", label="tenant-b.ipynb")
     hand.rest("a")
+    hand.wait(600_000)
     hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=1_800_000))
     assert waits(hand) == "tenant-b.ipynb is pinned for 30 min more (`jupyter gpu unpin a` ends it)"
     hand.work("a")

@@ -293,7 +293,8 @@ def test_the_price_is_that_of_the_time_of_the_week() -> None:
 
 
 def test_the_hours_of_a_price_are_said_to_the_minute() -> None:
-    assert PriceBand(spans=((8 * 60 + 30, 18 * 60 + 15),), price_milli=1).hours == "Mon 08:30-18:15"
+    days = [(at + 8 * 60 + 30, at + 18 * 60 + 15) for at in range(0, 5 * 24 * 60, 24 * 60)]
+    assert PriceBand(spans=tuple(days), price_milli=1).hours == "Mon-Fri 08:30-18:15"
 
 
 def test_the_machine_s_hours_begin_where_its_time_zone_says() -> None:
