@@ -44,6 +44,7 @@ def test_a_higher_priority_preempts_after_the_minimum_residency_and_the_alarm_is
     effects = hand.wait(MINIMUM_MS - 10_000)
     assert _preempted(effects) == ["low"]
     assert "suspend.preempted" in hand.reasons(effects, "low")
+    assert "has a higher priority" in hand.view("low").sentence
     effects = hand.saved(effects)
     assert hand.granted(effects) == [("high", "d0")]
     assert "wait.preempted" in hand.reasons(effects, "low")

@@ -96,6 +96,28 @@ async def test_a_lock_that_fails_half_way_is_undone_in_reverse_order() -> None:
 
 
 @pytest.mark.promise("race-lock")
+@pytest.mark.parametrize(
+    ("code", "outcome", "says"),
+    [
+        (GPUErrorCode.NO_SUCH_PROCESS, SuspendOutcome.IMPOSSIBLE, "lock failed as told"),
+        (GPUErrorCode.OPERATING_SYSTEM, SuspendOutcome.UNKNOWN, "may still be locked"),
+    ],
+)
+async def test_a_process_that_cannot_be_unlocked_is_forgotten_only_if_it_ended(
+    code: GPUErrorCode, outcome: SuspendOutcome, says: str
+) -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        first, second = sorted(pids)
+        driver.failures["lock", second] = GPUErrorCode.NOT_PERMITTED
+        driver.failures["unlock", first] = code
+        result = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert result[0] is outcome
+    assert says in result[2]
+
+
+@pytest.mark.promise("race-lock")
 async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None:
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, quiet, pids):
