@@ -32,6 +32,7 @@ for folder, _, files in os.walk(os.environ["JUPYTER_GPU_SIMULATED_DIR"]):
 os.setuid(65534)
 """,
 }
+STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR2, open({file!r}, 'w'))\n"
 PATIENCE_S = 55.0  # far longer than docs/policies.md says, for slow machines; it does not end earlier
 # The simulated device's memory consists of files: without a free descriptor no process can look at it.
 MENDS = "import resource\nmost = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
@@ -49,7 +50,8 @@ def test_a_kernel_whose_extension_cannot_answer_steps_aside_when_it_idles(world:
     second = server.start(name)
     for what, breaks in MUTE.items():
         first = server.start(name)
-        first.must(fill(1) + QUIET + breaks)
+        stacks = world.state / "stacks"
+        first.must(fill(1) + QUIET + STACKS.format(file=str(stacks)) + breaks)
         assert served_s(second, second.send(fill(2))) < PATIENCE_S, what
         assert world.lease(first.kernel_id).suspends == 1, what
         # Not by its output: ipykernel can lose what it publishes for a while without descriptors.
@@ -57,7 +59,11 @@ def test_a_kernel_whose_extension_cannot_answer_steps_aside_when_it_idles(world:
             Path(folder).chmod(0o777)  # one kernel is another user by now
             came_back = Path(folder, "file")
             first.send(f"{MENDS}{CHECK}\nopen({str(came_back)!r}, 'w').close()")
-            until(came_back.exists, f"{what}: it is back, with every byte")
+            try:
+                until(came_back.exists, f"{what}: it is back, with every byte")
+            except AssertionError:  # say where it hangs
+                os.kill(world.lease(first.kernel_id).pid or 0, signal.SIGUSR2)
+                raise AssertionError(until(stacks.read_text, "its threads are listed")) from None
         assert second.must(CHECK).text == "intact\n", what
         first.shut_down()
 
