@@ -104,7 +104,7 @@ def test_what_subordinate_uids_cost_the_broker_is_charged_to_their_owner(monkeyp
 
         async def overdraw() -> None:
             account = live.broker.costs.of_user(FIRST)
-            account.charge(account.left_s + 0.1)
+            account.charge(account.left_s + 5)
 
         live.on_loop(overdraw)
         assert [who.call("GET", "/v1/ping")[0] for who in (one, owner, other)] == [429, 429, 200]

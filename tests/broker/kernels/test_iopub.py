@@ -274,11 +274,11 @@ async def test_a_message_that_is_too_long_breaks_the_line_and_the_kernel_is_hear
     monkeypatch.setattr(iopub, "_REJOIN_S", 0.01)
     async with Watched(line) as watched:
         await watched.settle()
+        assert await line.subscribed() == b"kernel.x.status"
+        assert await line.iopub.recv() == b"\0kernel."
         await line.busy("x" * 10_000)
         await watched.until(lambda: watched.watch.busy)
         assert not watched.watch.executing
-        assert await line.subscribed() == b"kernel.x.status"
-        assert await line.iopub.recv() == b"\0kernel."
         assert await line.iopub.recv() == b"\0kernel.x.status", "the line was not broken"
         assert await line.subscribed() == b"kernel."
         await line.answer(await line.asked())
