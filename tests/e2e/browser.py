@@ -89,8 +89,10 @@ _PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 
 @contextmanager
 def opened_browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium, "these tests need Chromium (Debian and Ubuntu: apt-get install chromium)"
+    # The shell, which has no windows of its own, takes a third less processor time for the same pages.
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
+    assert chromium, "these tests need Chromium (Debian: apt-get install chromium-headless-shell)"
     # There is no GPU to draw with, and emulating one takes a quarter of the browser's processor time.
     arguments = ["--disable-gpu"]
     if os.geteuid() == 0:
