@@ -171,8 +171,8 @@ def queue(world: World) -> list[str]:
 
 def ended(world: World) -> tuple[int, int]:
     with closing(sqlite3.connect(world.ledger)) as ledger:
-        (counts,) = ledger.execute("SELECT count(*), count(ended_ms) FROM leases")
-        return counts
+        ((every, past),) = ledger.execute("SELECT count(*), count(ended_ms) FROM leases")
+    return every, past
 
 
 def resumed(world: World) -> list[str]:
