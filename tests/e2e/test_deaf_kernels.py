@@ -58,12 +58,14 @@ def test_a_kernel_whose_extension_cannot_answer_steps_aside_when_it_idles(world:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o777)  # one kernel is another user by now
             came_back = Path(folder, "file")
-            first.send(f"{MENDS}{CHECK}\nopen({str(came_back)!r}, 'w').close()")
+            cell = first.send(f"{MENDS}{CHECK}\nopen({str(came_back)!r}, 'w').close()")
             try:
                 until(came_back.exists, f"{what}: it is back, with every byte")
             except AssertionError:  # say where it hangs
                 os.kill(world.lease(first.kernel_id).pid or 0, signal.SIGUSR2)
-                raise AssertionError(until(stacks.read_text, "its threads are listed")) from None
+                print(until(stacks.read_text, "its threads are listed"))  # noqa: T201 - pytest shows it
+                print(vars(first.wait(cell)))  # noqa: T201 - as above
+                raise
         assert second.must(CHECK).text == "intact\n", what
         first.shut_down()
 
