@@ -150,6 +150,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{spent:8.1f} s  {tests[name]:5} tests  {name}")
 
 
-# A machine that pauses for a second says nothing about a test.
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A machine that pauses for a second says nothing about a test. More examples of each property: `tests/run examples`.
+settings.register_profile(
+    "shared machine",
+    max_examples=int(os.environ.get("JUPYTER_GPU_EXAMPLES", "25")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("shared machine")

@@ -1,6 +1,6 @@
 """The laws over the whole state, checked by the independent model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import (
@@ -39,9 +39,9 @@ class Laws:
         self.pins = Pins(world)
         self.expected = ExpectedCells(world, arbiter)
 
-    def check(self, *, channel_free: bool) -> None:
-        """Check the laws that hold at a single moment. Raises LawBrokenError."""
-        self._law_7(channel_free=channel_free)
+    def check(self, lines: Iterable[list[TicketView]], *, channel_free: bool) -> None:
+        """Check the laws that hold at a single moment, given each pool's queue. Raises LawBrokenError."""
+        self._law_7(lines, channel_free=channel_free)
         if channel_free and self._world.draining:
             self._drains()
         self._revoked(channel_free=channel_free)
@@ -130,12 +130,9 @@ class Laws:
         """A revoked lease has no ticket, and leaves its device even in mid-cell as soon as its state can be saved."""
         world = self._world
         left = world.budget - sum(seen.saved + seen.host for seen in world.leases.values())
-        for seen in world.leases.values():
+        for seen in [one for one in world.leases.values() if one.revoked]:
+            law(0, not self._arbiter.waits(seen.lease_id), seen.lease_id, "has no seat and waits for a device")
             view = self._arbiter.lease(seen.lease_id)
-            law(6, view is None or view.revoked == seen.revoked, seen.lease_id, "is revoked:", seen.revoked, view)
-            if not seen.revoked:
-                continue
-            law(0, self._arbiter.ticket(seen.lease_id) is None, seen.lease_id, "has no seat and waits for a device")
             lost = any(one in world.lost or one not in world.leasable for one in seen.devices)
             if seen.state is not S.RESIDENT or not channel_free or lost or view is None or view.unsuspendable_reason:
                 continue
@@ -243,8 +240,7 @@ class Laws:
         stayed = self._world.now - seen.arrived
         law(5, stayed >= self._world.pool(seen).min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         law(5, seen.pinned_until <= self._world.now, seen, "is pinned and has its gate closed")
-        tickets = [self._arbiter.ticket(other.lease_id) for other in self._world.leases.values() if other is not seen]
-        others = [self._world.leases[ticket.lease_id] for ticket in tickets if ticket is not None]
+        others = [one for one in self._world.leases.values() if one is not seen and self._arbiter.waits(one.lease_id)]
         law(5, any(one.spec.priority >= seen.spec.priority for one in others), seen, "has its gate closed for nothing")
         seen.closed = True
 
@@ -327,7 +323,8 @@ class Laws:
 
     def _room(self, beneficiary: Seen, device: str) -> int:
         """The room a ticket would have on a device if every lease left that may leave for it."""
-        ticket = self._arbiter.ticket(beneficiary.lease_id)
+        lease = self._arbiter._books.leases.get(beneficiary.lease_id)  # a view of its ticket would forecast every wait
+        ticket = lease.ticket if lease is not None else None
         # If it is served later in this event, its ticket is gone, and may have been passed over too often or waited too long.
         owed = ticket is None or ticket.passed_over >= self._world.pool(beneficiary).max_passed_over
         stays = sum(
@@ -396,13 +393,12 @@ class Laws:
 
     # -- law 7 ---------------------------------------------------------------------------------------------------------------------
 
-    def _law_7(self, *, channel_free: bool) -> None:
+    def _law_7(self, lines: Iterable[list[TicketView]], *, channel_free: bool) -> None:
         """A ticket that fits in free memory does not wait, unless the memory is kept for an earlier ticket or no swap channel is free."""
         world = self._world
         roomiest = max((world.free(device) for device in world.leasable), default=0)
         line: list[tuple[tuple[int, bool, int], Seen, TicketView]] = []
-        for pool in {seen.spec.pool: None for seen in world.leases.values()}:
-            views = self._arbiter.tickets(pool)
+        for views in lines:
             resuming = [world.leases[view.lease_id].state is S.RESUMING for view in views]
             expected = [None if served else 1 + place - sum(resuming[:place]) for place, served in enumerate(resuming)]
             law(4, [view.position for view in views] == expected, "positions are wrong:", views)

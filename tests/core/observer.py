@@ -58,7 +58,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy, Sharing
+from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy, Sharing, TicketView
 from fractional_gpu.core.revoke import LEAST_RETRY_MS
 from tests.core.checked_books import LawBrokenError, Seen, World, law
 from tests.core.laws import Laws
@@ -119,13 +119,15 @@ class Observer:
             self._later = effects[place + 1 :]
             self._carry_out(event, effect)
         if whole:
-            for pool in {seen.spec.pool: None for seen in self.leases.values()}:
+            pools = dict.fromkeys(seen.spec.pool for seen in self.leases.values())
+            lines = {pool: self.arbiter.tickets(pool) for pool in pools}
+            for pool, views in lines.items():
                 self._note_tickets(pool)
-                self._compare_tickets(pool)
+                self._compare_tickets(pool, views)
             self._compare()
             kept = self.arbiter._changes.kept_channels
             self.laws.keeps_channels(kept)
-            self.laws.check(channel_free=len(self.operations) < self.parallel_swaps - kept)
+            self.laws.check(lines.values(), channel_free=len(self.operations) < self.parallel_swaps - kept)
             self.arbiter.validate()
 
     # -- the world ---------------------------------------------------------------------------------------------------------------
@@ -588,8 +590,8 @@ class Observer:
 
     # -- does the arbiter say the same? ----------------------------------------------------------------------------------------------
 
-    def _compare_tickets(self, pool: str) -> None:
-        views = {view.lease_id: view for view in self.arbiter.tickets(pool)}
+    def _compare_tickets(self, pool: str, line: list[TicketView]) -> None:
+        views = {view.lease_id: view for view in line}
         waiting = {name: seen for name, seen in self.leases.items() if seen.spec.pool == pool and seen.asked >= 0}
         law(4, views.keys() == waiting.keys(), "tickets differ:", list(views), list(waiting))
         for name, view in views.items():
@@ -604,6 +606,7 @@ class Observer:
             seen = self.leases[lease_id]
             gate = (seen.closed, seen.at_gate >= 0)
             law(6, gate == (view.gate_closed, view.at_gate), lease_id, "has a gate that is", gate, "and not", view)
+            law(6, view.revoked == seen.revoked, lease_id, "is revoked:", seen.revoked, view)
             mine = (seen.state, seen.generation, seen.held, seen.saved, seen.host, seen.busy, seen.left, seen.spec)
             says = (
                 view.state,

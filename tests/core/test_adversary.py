@@ -40,7 +40,7 @@ def _lease(name: str, reserve_mib: int = 600, owner: str = "ann") -> LeaseSpec:
     return LeaseSpec(lease_id=name, pool="p", owner=owner, fraction_milli=reserve_mib, reserve_mib=reserve_mib)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_world_that_is_left_alone_comes_to_rest(seed: int) -> None:
     world = World(Random(seed))
     for _ in range(600):
@@ -63,7 +63,7 @@ def test_no_lease_is_resumed_for_nothing(idle_after_ms: int | None) -> None:
         )
         for number, size in enumerate([900, 700, 600, 500, 500, 400, 250, 250, 125])
     ]
-    play.run(100_000)
+    play.run(50_000)
     waited = sum(1 for actor in actors for wait_ms in actor.waits_ms if wait_ms > 0)
     unfinished = len(actors)
     assert play.swaps["resume"] <= waited + unfinished
@@ -105,7 +105,7 @@ def test_what_is_over_is_forgotten() -> None:
     arbiter.handle(PoolConfigured(at_ms=0, pool=pool()))
     arbiter.handle(HostMemorySeen(at_ms=0, budget_mib=10_000))
     sizes = []
-    for number in range(1_901):
+    for number in range(1_200):
         name, at_ms = f"k{number:05}", number * DAY_MS
         arbiter.handle(LeaseRequested(at_ms=at_ms, spec=_lease(name, owner=f"user{number:05}")))
         arbiter.handle(Attached(at_ms=at_ms, lease_id=name, gated=True))
@@ -113,7 +113,7 @@ def test_what_is_over_is_forgotten() -> None:
         arbiter.handle(BusyChanged(at_ms=at_ms + 2, lease_id=name, busy=True))
         arbiter.handle(BusyChanged(at_ms=at_ms + 5_000, lease_id=name, busy=False))
         arbiter.handle(LeaseReleased(at_ms=at_ms + 6_000, lease_id=name))
-        if number % 1_000 == 900:  # by then the record of recent cells is full (512 requests per pool)
+        if number % 600 == 599:  # by then the record of recent cells is full (512 requests per pool)
             sizes.append(_small(arbiter))
     assert arbiter.leases() == []
     assert sizes[-1] <= sizes[0] + 2_000, sizes
@@ -125,11 +125,11 @@ def test_asking_again_and_again_costs_the_arbiter_nothing() -> None:
     hand.start("b")
     hand.want("b")
     sizes = []
-    for number in range(3_000):
+    for number in range(2_000):
         effects = hand.send((Wanted if number % 2 else Unwanted)(at_ms=hand.now, lease_id="b"))
         assert len(effects) <= 4
         hand.now += 1
-        if number % 2_000 == 999:  # by then the pool's record of recent requests is full
+        if number % 1_000 == 999:  # by then the pool's record of recent requests is full
             hand.arbiter.run_deferred_work()
             sizes.append(_small(hand.arbiter))
     assert sizes[-1] <= sizes[0] + 100, "numbers that grew take a few bytes more"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.effects import Effect, Granted, Resume, Shrink, Suspend
@@ -243,7 +243,6 @@ class Driver:
         assert hand.arbiter.host_saved_mib == sum(self.saved_mib.values())
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     kernels=st.lists(
         st.tuples(st.integers(1, 1_000), st.integers(0, 3_000)), min_size=2, max_size=5

@@ -381,6 +381,4 @@ class ArbiterMachine(RuleBasedStateMachine):
 
 
 TestArbiterMachine = ArbiterMachine.TestCase
-TestArbiterMachine.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestArbiterMachine.settings = settings(stateful_step_count=50, suppress_health_check=list(HealthCheck))

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.effects import Effect, Suspend, UserNotice, WakeAt
@@ -277,7 +277,6 @@ def test_a_pause_that_began_before_the_deadline_was_announced_is_cut_short() -> 
     refused=st.lists(st.sampled_from([SuspendOutcome.REFUSED, SuspendOutcome.ABORTED]), min_size=1, max_size=40),
     takes_ms=st.integers(0, 2_000),
 )
-@settings(max_examples=40, deadline=None)
 def test_attempts_before_a_deadline_are_bounded_and_none_begins_that_cannot_end_in_time(
     spare_ms: int, refused: list[SuspendOutcome], takes_ms: int
 ) -> None:

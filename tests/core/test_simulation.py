@@ -10,13 +10,10 @@ from tests.core.simulation import simulate
 
 pytestmark = pytest.mark.promise("laws", "workload-seat")
 
-SEEDS = 40
 
-
-@pytest.mark.parametrize("first", range(0, SEEDS, 10))
-def test_every_law_holds_in_random_worlds(first: int) -> None:
+def test_every_law_holds_in_random_worlds() -> None:
     moves = Counter[str]()
-    for seed in range(first, first + 10):
+    for seed in range(10):
         _, broken, counts = run_seed(seed, events=2_000)
         assert broken == "", f"seed {seed}: {broken}"
         moves.update(counts)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.effects import Effect, LeaseRefused
@@ -175,7 +175,6 @@ def test_what_a_pool_may_promise_is_not_all_promised_to_leases_without_a_process
     assert not [one for one in ask(hand, "bob", 1000, owner="bob", gated=True) if isinstance(one, LeaseRefused)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.booleans())
 def test_whatever_leases_without_a_process_do_another_user_is_in_within_one_hold(
     data: st.DataObject, fair: bool

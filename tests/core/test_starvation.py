@@ -54,9 +54,9 @@ def test_a_large_kernel_gets_in_among_small_ones_that_ask_for_ever(most: int) ->
     for number in range(8):
         play.enter(_actor(f"small{number}", 300), at_ms=number * 100)
     large = play.enter(_actor("large", 1000), at_ms=2_000)
-    play.run(120_000)
+    play.run(60_000)
     rounds = 8 // 3 + 1 + most + 1  # earlier tickets, three at a time; then K grants; then the running cells
-    assert len(large.waits_ms) >= 10
+    assert len(large.waits_ms) >= 5
     assert max(large.waits_ms) <= rounds * (CELL_MS + 6 * SWAP_MS)
 
 
@@ -72,7 +72,7 @@ def test_many_sizes_at_once_all_get_their_turn() -> None:
         )
         for number, size in enumerate([1000, 900, 600, 600, 400, 300, 300, 250, 250, 125, 125, 100])
     ]
-    play.run(300_000)
+    play.run(100_000)
     assert min(len(actor.waits_ms) for actor in actors) > 15
     assert max(max(actor.waits_ms) for actor in actors) < 60_000
 
@@ -131,8 +131,8 @@ def test_many_leases_of_one_user_do_not_shut_another_one_out() -> None:
     for number in range(20):
         play.enter(_actor(f"greedy{number}", 250, owner="greedy"), at_ms=number)
     modest = play.enter(_actor("modest", 750, owner="modest"), at_ms=500)
-    play.run(120_000)
-    assert len(modest.waits_ms) > 10
+    play.run(60_000)
+    assert len(modest.waits_ms) >= 5
     turns = 20 + 2 + 4  # everyone before it once, one by one; K grants; then the four running cells
     assert max(modest.waits_ms) <= turns * (CELL_MS + 2 * SWAP_MS)
 

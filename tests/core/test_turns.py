@@ -199,9 +199,8 @@ kernels = st.lists(
 
 
 @settings(
-    max_examples=15,
+    max_examples=settings().max_examples // 5,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 @given(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS, seeds
@@ -48,7 +48,6 @@ def test_any_bytes_are_decoded_or_refused(target: str) -> None:
         *(bent(seed) for name, seed in seeds() if name == target),
     ]
 
-    @settings(max_examples=80, deadline=None)
     @given(st.one_of(some))
     def check(data: bytes) -> None:
         TARGETS[target](data)

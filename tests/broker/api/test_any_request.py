@@ -59,7 +59,7 @@ def _check(answer: Answer) -> None:
         assert answer.error["message"].isprintable(), answer
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=REQUESTS)
 def test_any_body_gets_one_answer(live: LiveBroker, request: tuple[str, bytes]) -> None:
     route, body = request
@@ -83,7 +83,7 @@ METHODS = st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPT
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=METHODS, target=TARGETS | st.sampled_from(["/v1/ping", "/v1/status", "/v1/leases", "/v1/leases/x/gate"]))
 def test_any_target_and_method_get_one_answer(live: LiveBroker, method: str, target: str) -> None:
     request = f"{method} {target} HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n".encode()
@@ -95,7 +95,7 @@ def test_any_target_and_method_get_one_answer(live: LiveBroker, method: str, tar
     assert live.is_alive()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.binary(max_size=300)
     | st.binary(max_size=100).map(lambda junk: b"GET /v1/ping HTTP/1.1\r\n" + junk + b"\r\n\r\n")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq
 import zmq.asyncio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.broker import cost
@@ -407,7 +407,6 @@ NEARLY = {
 async def test_any_contents_are_a_connection_that_can_be_watched_or_a_value_error() -> None:
     context = zmq.asyncio.Context()
 
-    @settings(max_examples=100, deadline=None)
     @given(st.fixed_dictionaries({}, optional=NEARLY))
     def check_anything(info: dict[str, object]) -> None:
         try:

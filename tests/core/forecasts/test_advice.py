@@ -1,7 +1,7 @@
 """Advice on shares: what would have sufficed, what it risks, and a warning if the record had been too short of memory."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.forecasts.advice import (
@@ -141,7 +141,6 @@ def records(draw: st.DrawFn) -> list[ShareDay]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
 @given(records(), st.sampled_from(OFFERS), st.booleans())
 def test_nothing_that_had_been_short_is_suggested_without_saying_so(
     record: list[ShareDay], present: Share, bounded: bool

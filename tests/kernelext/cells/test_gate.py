@@ -209,5 +209,5 @@ class GateMachine(RuleBasedStateMachine):
         assert self.gate.is_busy == bool(self.running or self.waiting)
 
 
-GateMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20)
+GateMachine.TestCase.settings = settings(stateful_step_count=20)
 TestGateInAnyOrder = GateMachine.TestCase
