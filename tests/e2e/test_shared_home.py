@@ -23,6 +23,7 @@ _NODE = """
 import socket
 from pathlib import Path
 
+import quick_start  # which this file hides
 from fractional_gpu.client import state_folder
 
 state_folder._MACHINE_ID = Path({folder!r}, "machine-id")

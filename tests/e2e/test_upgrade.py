@@ -21,7 +21,7 @@ NEXT = "0.99.0"
 def next_version(world: World) -> Path:
     """A folder with the next version's package."""
     package = world.folder / NEXT / "fractional_gpu"
-    shutil.copytree(ROOT / "provisioner" / "fractional_gpu", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "provisioner" / "fractional_gpu", package)
     named = (package / "__init__.py").read_text()
     assert f'"{__version__}"' in named
     (package / "__init__.py").write_text(named.replace(f'"{__version__}"', f'"{NEXT}"'))

@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import quick_start  # type: ignore[import-not-found]  # noqa: F401 - this file hides the `sitecustomize` of tests/support/quick
+
 _file = Path(os.environ["TEST_WALL_CLOCK"])
 _true_ns = time.time_ns
 
