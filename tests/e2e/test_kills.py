@@ -175,230 +175,7 @@ def empty(stage: Stage) -> Iterator[None]:
     stage.clear()
 
 
-# -- at rest -------------------------------------------------------------------------------------------------------------
-
-
-def test_resident_kernels_work_with_no_broker_at_all(world: World, pair: Pair) -> None:
-    world.kill_broker()
-    assert pair.resident.must(CHECK).text == "intact\n"
-    assert world.broker_pid() is None, "a resident kernel needs none"
-    cell = pair.begin_turn()  # a suspended one does
-    pair.end_turn(cell)
-    pair.finish()
-
-
-def test_a_new_broker_finds_at_rest_what_the_old_one_knew(world: World, pair: Pair) -> None:
-    before = {lease.lease_id: lease for lease in settled(world).leases}
-    world.kill_broker()
-    world.start_broker()
-    after = {lease.lease_id: lease for lease in settled(world).leases}
-    for lease_id, lease in before.items():
-        found = after.pop(lease_id)
-        for name in ("state", "pid", "kernel_id", "suspends", "resumes"):
-            assert getattr(found, name) == getattr(lease, name), name
-        for name in ("device_id", "saved_mib", "spec"):
-            assert getattr(found.lease, name) == getattr(lease.lease, name), name
-    assert not after
-    pair.finish()
-
-
-def test_a_worker_killed_at_rest_is_replaced_when_needed(world: World, pair: Pair) -> None:
-    (broker,) = brokers(world)
-    kill_all(workers(world))
-    pair.end_turn(pair.begin_turn())
-    assert brokers(world) == [broker]
-    assert len(workers(world)) == 1
-    pair.finish()
-
-
-def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Server, pair: Pair) -> None:
-    for victim in (pair.resident, pair.suspended):
-        pid = world.lease(victim.kernel_id).pid
-        assert pid is not None
-        kill_all([pid])
-        lease = world.await_restart(victim.kernel_id, pid)
-        assert (lease.state, lease.lease.saved_mib) == ("unarmed", 0)
-    first, second = (_again(server, one) for one in (pair.resident, pair.suspended))
-    first.must(fill(4, MIB))
-    second.must(fill(5, MIB))
-    pair.resident, pair.suspended = second, first
-    pair.finish()
-
-
-# -- in the middle of a swap ---------------------------------------------------------------------------------------------------
-
-
-def _broker_alone(world: World) -> list[int]:
-    return brokers(world)
-
-
-def _broker_and_worker(world: World) -> list[int]:
-    return brokers(world) + workers(world)
-
-
-def _worker_alone(world: World) -> list[int]:
-    return workers(world)
-
-
-# Each step once, and each operation with two or three of the victims; `test_nvidia_mode` has the remaining pairs.
-# With JUPYTER_GPU_ALL_KILLS every victim dies at every step.
-SAMPLE: dict[Callable[[World], list[int]], list[tuple[str, str]]] = {
-    _broker_alone: [("checkpoint", "hang"), ("restore", "late"), ("unlock", "hang")],
-    _broker_and_worker: [("lock", "hang"), ("checkpoint", "late"), ("restore", "hang")],
-    _worker_alone: [("lock", "late"), ("unlock", "late")],
-}
-
-
-@pytest.mark.promise("race-brokers")
-@pytest.mark.parametrize("victims", SAMPLE)
-def test_a_kill_at_any_step_of_a_turn_loses_nothing(
-    world: World, pair: Pair, victims: Callable[[World], list[int]]
-) -> None:
-    for operation, fault in STEPS if ALL_KILLS else SAMPLE[victims]:
-        old = world.broker_pid()
-        with stopped_or_traced(world, operation, fault):
-            cell = pair.begin_turn()
-            await_held(world)
-            pids = victims(world)
-            assert pids, f"at {operation} {fault}"
-            kill_all(pids)
-            if victims is _broker_alone:
-                _new_broker_waits_for_the_orphan(world, old)
-        pair.end_turn(cell)
-        if victims is not _worker_alone:
-            assert new_broker(world, old) in brokers(world)
-        settled(world)
-        assert len(workers(world)) == 1
-    pair.finish()
-
-
-def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
-    """The waiting cell starts a broker; while the old one's worker is delayed, the new broker has no worker and changes nothing."""
-    (orphan,) = workers(world)
-    new_broker(world, old)
-    assert workers(world) == [orphan]
-    status = world.status()
-    moving = [lease for lease in status.leases if lease.spec.pool == "default"]
-    assert [lease.state for lease in moving] == ["quarantined", "quarantined"]
-    assert not any(device.over_committed for device in status.devices)
-
-
-@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("restore", "late")])
-def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_no_other(
-    world: World, server: Server, pair: Pair, operation: str, fault: str
-) -> None:
-    suspending = (operation, fault) in STEPS[:4]
-    victim = pair.resident if suspending else pair.suspended
-    pid = world.lease(victim.kernel_id).pid
-    assert pid is not None
-    with stopped_or_traced(world, operation, fault):
-        cell = pair.begin_turn()
-        await_held(world)
-        kill_all([pid])
-        until(lambda: world.lease(victim.kernel_id).pid != pid, "the broker sees the end")
-    if suspending:
-        pair.end_turn(cell)
-    else:
-        assert pair.resident.must(CHECK).text == "intact\n"
-    world.await_restart(
-        victim.kernel_id, pid
-    )  # a young kernel gets new ports, and requests to the old ones would never be answered
-    pair.suspended = _again(server, victim)
-    pair.suspended.must(fill(7, MIB))
-    pair.resident, pair.suspended = pair.suspended, pair.resident
-    pair.finish()
-
-
-def _again(server: Server, notebook: Notebook) -> Notebook:
-    notebook.close()
-    return server.connect(notebook.kernel_id)
-
-
-# -- the server is killed ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "step", [None, ("checkpoint", "hang"), ("restore", "late")] if ALL_KILLS else [("checkpoint", "hang")], ids=str
-)
-def test_a_killed_server_takes_its_kernels_along_and_their_reservations(step: tuple[str, str] | None) -> None:
-    with new_stage() as stage:
-        world, pair = stage.world, stage.pair()
-        for pool in ("default", "other"):  # only now: on a slow machine a kernel takes longer to start
-            assert world.command("pool", pool, "unattached_ttl=2s").returncode == 0
-        descriptors = [os.pidfd_open(lease.pid) for lease in world.status().leases if lease.pid is not None]
-        assert len(descriptors) == 3
-        with stopped_or_traced(world, *step) if step else nullcontext():
-            if step:
-                pair.begin_turn()
-                await_held(world)
-            stage.server.stop(signal.SIGKILL)
-            for descriptor in descriptors:
-                wait_for_end(descriptor)
-        until(lambda: released(world), "every lease and every reservation is gone")
-
-
-# -- cells that wait ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_cell_that_waits_starts_a_new_broker_and_goes_on(world: World, pair: Pair) -> None:
-    go = world.folder / "go"
-    held = pair.resident.send(
-        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    assert buffer.read(16)\n    time.sleep(0.01)\n{CHECK}"
-    )
-    until(lambda: world.lease(pair.resident.kernel_id).busy or None, "the first kernel is busy")
-    cell = pair.begin_turn()
-    until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "the second kernel waits")
-    old = world.broker_pid()
-    world.kill_broker()
-    assert new_broker(world, old) != old
-    until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "it waits again")
-    assert world.lease(pair.resident.kernel_id).state == "resident"
-    go.touch()
-    assert pair.resident.wait(held).text == "intact\n"
-    pair.end_turn(cell)
-    pair.finish()
-
-
-# -- an orderly end -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("checkpoint", "late")])
-def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, operation: str, fault: str) -> None:
-    old = world.broker_pid()
-    assert old is not None
-    with stopped_or_traced(world, operation, fault):
-        cell = pair.begin_turn()
-        await_held(world)
-        ended = os.pidfd_open(old)
-        os.kill(old, signal.SIGTERM)
-        until(lambda: world.broker_pid() is None or None, "it no longer serves")
-        assert workers(world), "but its operation continues"
-    wait_for_end(ended)
-    pair.end_turn(cell)  # its waiting cell has started another broker
-    assert new_broker(world, old) != old
-    settled(world)
-    pair.finish()
-
-
 # -- brokers that start ------------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_hangs_without_its_broker_ends_itself(stage: Stage, world: World, pair: Pair) -> None:
-    """The next broker gets its turn at the old one's deadline, and the cell that waits for it continues."""
-    world.configure(stage.config + 'c.GPUBroker.checkpoint_deadline = "3s"\n')
-    kill_all(brokers(world) + workers(world))
-    world.start_broker()
-    with stopped_or_traced(world, "checkpoint", "hang"):
-        cell = pair.begin_turn()
-        await_held(world)
-        orphans = workers(world)
-        kill_all(brokers(world))
-        pair.end_turn(cell)
-        assert workers(world) != orphans
-    world.configure(stage.config)
-    kill_all(brokers(world) + workers(world))
-    world.start_broker()
-    pair.finish()
 
 
 @pytest.mark.promise("race-brokers")
@@ -408,7 +185,7 @@ def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
     command = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", options]
     world.start_broker()
     world.kill_broker()  # they reset what a killed one leaves behind
-    starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(3)]
+    starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(2)]
     for starter in starters:
         _, complaint = starter.communicate(timeout=120)
         assert starter.returncode == 0, complaint.decode()
@@ -487,3 +264,231 @@ def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world
             staying = blocker
     for notebook in (staying, moving):
         notebook.shut_down()
+
+
+# -- at rest -------------------------------------------------------------------------------------------------------------
+
+
+def test_resident_kernels_work_with_no_broker_at_all(world: World, pair: Pair) -> None:
+    world.kill_broker()
+    assert pair.resident.must(CHECK).text == "intact\n"
+    assert world.broker_pid() is None, "a resident kernel needs none"
+    cell = pair.begin_turn()  # a suspended one does
+    pair.end_turn(cell)
+    pair.finish()
+
+
+def test_a_new_broker_finds_at_rest_what_the_old_one_knew(world: World, pair: Pair) -> None:
+    before = {lease.lease_id: lease for lease in settled(world).leases}
+    world.kill_broker()
+    world.start_broker()
+    after = {lease.lease_id: lease for lease in settled(world).leases}
+    for lease_id, lease in before.items():
+        found = after.pop(lease_id)
+        for name in ("state", "pid", "kernel_id", "suspends", "resumes"):
+            assert getattr(found, name) == getattr(lease, name), name
+        for name in ("device_id", "saved_mib", "spec"):
+            assert getattr(found.lease, name) == getattr(lease.lease, name), name
+    assert not after
+    pair.finish()
+
+
+def test_a_worker_killed_at_rest_is_replaced_when_needed(world: World, pair: Pair) -> None:
+    (broker,) = brokers(world)
+    kill_all(workers(world))
+    pair.end_turn(pair.begin_turn())
+    assert brokers(world) == [broker]
+    assert len(workers(world)) == 1
+    pair.finish()
+
+
+def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Server, pair: Pair) -> None:
+    for victim in (pair.resident, pair.suspended):
+        pid = world.lease(victim.kernel_id).pid
+        assert pid is not None
+        kill_all([pid])
+        lease = world.await_restart(victim.kernel_id, pid)
+        assert (lease.state, lease.lease.saved_mib) == ("unarmed", 0)
+    first, second = (_again(server, one) for one in (pair.resident, pair.suspended))
+    first.must(fill(4, MIB))
+    second.must(fill(5, MIB))
+    pair.resident, pair.suspended = second, first
+    pair.finish()
+
+
+# -- in the middle of a swap ---------------------------------------------------------------------------------------------------
+
+
+def _broker_alone(world: World) -> list[int]:
+    return brokers(world)
+
+
+def _broker_and_worker(world: World) -> list[int]:
+    return brokers(world) + workers(world)
+
+
+def _worker_alone(world: World) -> list[int]:
+    return workers(world)
+
+
+# Each step once, and each operation with two victims; `test_nvidia_mode` has other pairs.
+# With JUPYTER_GPU_ALL_KILLS every victim dies at every step.
+SAMPLE: dict[Callable[[World], list[int]], list[tuple[str, str]]] = {
+    _broker_alone: [("checkpoint", "hang"), ("restore", "late")],
+    _broker_and_worker: [("lock", "hang"), ("unlock", "late")],
+    _worker_alone: [("lock", "late"), ("checkpoint", "late"), ("restore", "hang"), ("unlock", "hang")],
+}
+
+
+@pytest.mark.promise("race-brokers")
+@pytest.mark.parametrize("victims", SAMPLE)
+def test_a_kill_at_any_step_of_a_turn_loses_nothing(
+    world: World, pair: Pair, victims: Callable[[World], list[int]]
+) -> None:
+    for operation, fault in STEPS if ALL_KILLS else SAMPLE[victims]:
+        old = world.broker_pid()
+        with stopped_or_traced(world, operation, fault):
+            cell = pair.begin_turn()
+            await_held(world)
+            pids = victims(world)
+            assert pids, f"at {operation} {fault}"
+            kill_all(pids)
+            if victims is _broker_alone:
+                _new_broker_waits_for_the_orphan(world, old)
+        pair.end_turn(cell)
+        if victims is not _worker_alone:
+            assert new_broker(world, old) in brokers(world)
+        settled(world)
+        assert len(workers(world)) == 1
+    pair.finish()
+
+
+def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
+    """The waiting cell starts a broker; while the old one's worker is delayed, the new broker has no worker and changes nothing."""
+    (orphan,) = workers(world)
+    new_broker(world, old)
+    assert workers(world) == [orphan]
+    status = world.status()
+    moving = [lease for lease in status.leases if lease.spec.pool == "default"]
+    assert [lease.state for lease in moving] == ["quarantined", "quarantined"]
+    assert not any(device.over_committed for device in status.devices)
+
+
+@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("restore", "late")])
+def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_no_other(
+    world: World, server: Server, pair: Pair, operation: str, fault: str
+) -> None:
+    suspending = (operation, fault) in STEPS[:4]
+    victim = pair.resident if suspending else pair.suspended
+    pid = world.lease(victim.kernel_id).pid
+    assert pid is not None
+    with stopped_or_traced(world, operation, fault):
+        cell = pair.begin_turn()
+        await_held(world)
+        kill_all([pid])
+        until(lambda: world.lease(victim.kernel_id).pid != pid, "the broker sees the end")
+    if suspending:
+        pair.end_turn(cell)
+    else:
+        assert pair.resident.must(CHECK).text == "intact\n"
+    world.await_restart(
+        victim.kernel_id, pid
+    )  # a young kernel gets new ports, and requests to the old ones would never be answered
+    pair.suspended = _again(server, victim)
+    pair.suspended.must(fill(7, MIB))
+    pair.resident, pair.suspended = pair.suspended, pair.resident
+    pair.finish()
+
+
+def _again(server: Server, notebook: Notebook) -> Notebook:
+    notebook.close()
+    return server.connect(notebook.kernel_id)
+
+
+# -- cells that wait ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_waits_starts_a_new_broker_and_goes_on(world: World, pair: Pair) -> None:
+    go = world.folder / "go"
+    held = pair.resident.send(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    assert buffer.read(16)\n    time.sleep(0.01)\n{CHECK}"
+    )
+    until(lambda: world.lease(pair.resident.kernel_id).busy or None, "the first kernel is busy")
+    cell = pair.begin_turn()
+    until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "the second kernel waits")
+    old = world.broker_pid()
+    world.kill_broker()
+    assert new_broker(world, old) != old
+    until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "it waits again")
+    assert world.lease(pair.resident.kernel_id).state == "resident"
+    go.touch()
+    assert pair.resident.wait(held).text == "intact\n"
+    pair.end_turn(cell)
+    pair.finish()
+
+
+# -- an orderly end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("checkpoint", "late")])
+def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, operation: str, fault: str) -> None:
+    old = world.broker_pid()
+    assert old is not None
+    with stopped_or_traced(world, operation, fault):
+        cell = pair.begin_turn()
+        await_held(world)
+        ended = os.pidfd_open(old)
+        os.kill(old, signal.SIGTERM)
+        until(lambda: world.broker_pid() is None or None, "it no longer serves")
+        assert workers(world), "but its operation continues"
+    wait_for_end(ended)
+    pair.end_turn(cell)  # its waiting cell has started another broker
+    assert new_broker(world, old) != old
+    settled(world)
+    pair.finish()
+
+
+# -- a worker without its broker -----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_hangs_without_its_broker_ends_itself(stage: Stage, world: World, pair: Pair) -> None:
+    """The next broker gets its turn at the old one's deadline, and the cell that waits for it continues."""
+    world.configure(stage.config + 'c.GPUBroker.checkpoint_deadline = "3s"\n')
+    kill_all(brokers(world) + workers(world))
+    world.start_broker()
+    with stopped_or_traced(world, "checkpoint", "hang"):
+        cell = pair.begin_turn()
+        await_held(world)
+        orphans = workers(world)
+        kill_all(brokers(world))
+        pair.end_turn(cell)
+        assert workers(world) != orphans
+    world.configure(stage.config)
+    kill_all(brokers(world) + workers(world))  # a cell starts another
+    pair.finish()
+
+
+# -- the server is killed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step", [None, ("checkpoint", "hang"), ("restore", "late")] if ALL_KILLS else [("checkpoint", "hang")], ids=str
+)
+def test_a_killed_server_takes_its_kernels_along_and_their_reservations(
+    kept_stage: Kept[Stage], step: tuple[str, str] | None
+) -> None:
+    """It ends the stage, so it comes last."""
+    with kept_stage.taken(lambda: True) as stage:
+        world, pair = stage.world, stage.pair()
+        for pool in ("default", "other"):  # only now: on a slow machine a kernel takes longer to start
+            assert world.command("pool", pool, "unattached_ttl=2s").returncode == 0
+        descriptors = [os.pidfd_open(lease.pid) for lease in world.status().leases if lease.pid is not None]
+        assert len(descriptors) == 3
+        with stopped_or_traced(world, *step) if step else nullcontext():
+            if step:
+                pair.begin_turn()
+                await_held(world)
+            stage.server.stop(signal.SIGKILL)
+            for descriptor in descriptors:
+                wait_for_end(descriptor)
+        until(lambda: released(world), "every lease and every reservation is gone")
