@@ -113,11 +113,3 @@ def test_many_waits_leave_the_server_its_threads_and_end_with_it(world: World, s
     assert server.request("GET", "api/contents")["type"] == "directory"
     server.stop()
     until(lambda: not world.status().leases, "all have ended")
-
-
-def test_what_an_agent_reserved_ends_with_its_jupyter_server() -> None:
-    with mcp_world() as world, mcp_server(world) as server, connected(server) as agent:
-        world.start_broker()
-        agent.call("gpu_reserve", memory_mib=100)
-        server.process.kill()
-        until(lambda: not world.status().leases, "the reservation has ended")
