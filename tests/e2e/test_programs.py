@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
@@ -10,9 +11,17 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
 from tests.support.managed import entered, must
 from tests.support.stories import CHECK, fill
-from tests.support.world import DEADLINE_S, World, until
+from tests.support.world import DEADLINE_S, World, new_world, until
 
 pytestmark = pytest.mark.promise("other-programs")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with new_world() as made:
+        yield made
+
 
 _RUN = """
 import nbformat

@@ -1,14 +1,23 @@
 """Kernels on UNIX sockets: the broker reads their messages as it does over TCP, and they take turns like other kernels."""
 
+from collections.abc import Iterator
+
 import pytest
 from jupyter_client.manager import KernelManager
 
 from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.support.managed import client_of, entered, must
 from tests.support.stories import CHECK, fill
-from tests.support.world import World, until
+from tests.support.world import World, new_world, until
 
 pytestmark = pytest.mark.promise("other-programs")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with new_world() as made:
+        yield made
 
 
 @pytest.fixture

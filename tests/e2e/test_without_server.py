@@ -9,10 +9,17 @@ from nbclient import NotebookClient
 
 from tests.support.managed import entered, own_event_loop
 from tests.support.stories import CHECK, fill
-from tests.support.world import World
+from tests.support.world import World, new_world
 
-TURNS = 4
+TURNS = 2
 MIB = 8
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with new_world() as made:
+        yield made
 
 
 @pytest.fixture

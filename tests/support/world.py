@@ -98,7 +98,7 @@ class World:
     def complete_without_jedi(self) -> None:
         """Kernels of this world complete without Jedi, which in a new HOME first reads stubs for five seconds of processor time."""
         profile = self.folder / "ipython" / "profile_default"
-        profile.mkdir()
+        profile.mkdir(exist_ok=True)
         (profile / "ipython_config.py").write_text("c.IPCompleter.use_jedi = False\n")
 
     # -- the broker ------------------------------------------------------------------------------------------------------
