@@ -42,10 +42,12 @@ def world(request: pytest.FixtureRequest, has_failed: Callable[[], bool]) -> Ite
 
 @pytest.fixture
 def server(world: World, shared_server: SharedServer) -> Iterator[Server]:
-    """The server that most tests share, or a separate one if the test has a separate world."""
+    """The server that most tests share, or a separate one if the test has a separate world. Its kernels end with the test."""
     shared = shared_server.server_of(world)
     if shared is not None:
         yield shared
+        if shared.reusable:
+            shared.clear()
         return
     with Server(world) as started:
         yield started

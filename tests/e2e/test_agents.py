@@ -17,6 +17,7 @@ from fractional_gpu.jupyter.notebook_runs import wait_before_cells
 from fractional_gpu.protocol.messages import CLAIM, LeaseReply, LeaseRequest
 from fractional_gpu_kernel.display.lines import WAIT_TYPE
 from tests.support.managed import entered
+from tests.support.shared_server import SharedServer
 from tests.support.world import Server, World, until
 
 pytestmark = pytest.mark.promise("agents")
@@ -26,8 +27,15 @@ TIMEOUT_S = 2
 POOL = "c.GPUBroker.pools = {'default': {'idle_after': 'on-demand', 'preempt': 'never'}}"
 
 
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        lent.configure(POOL)
+        yield lent
+
+
 def test_a_waiting_cell_publishes_its_place_and_reason_for_programs(world: World, server: Server) -> None:
-    world.configure(POOL)
     (whole,) = world.install(1000)
     first, second = server.start(whole), server.start(whole)
     go = world.state / "go"
@@ -73,9 +81,9 @@ def test_papermills_timeout_does_not_count_the_wait_with_our_engine(world: World
 @contextmanager
 def held(world: World, server: Server) -> Iterator[tuple[str, threading.Thread]]:
     """Enter a world whose device another kernel holds; the thread releases it when a cell has waited for twice its timeout."""
-    world.configure(POOL)
     (whole,) = world.install(1000)
     first, go = server.start(whole), world.state / "go"
+    go.unlink(missing_ok=True)
     running = first.send(HOLD.format(path=str(go)))
     world.await_state(first.kernel_id, "resident")
 
@@ -99,7 +107,6 @@ def notebook_of(kernelspec: str) -> Any:  # noqa: ANN401 - nbformat's
 
 
 def test_curl_waits_as_long_as_it_prefers_and_gets_one_answer(world: World) -> None:
-    world.configure(POOL)
     world.start_broker()
     with world.client() as client:
         holding, waiting = [client.create_lease(LeaseRequest(fraction_milli=1000, kind=CLAIM)) for _ in range(2)]

@@ -27,28 +27,39 @@ print(subprocess.run([sys.executable, "-c", code]).returncode)
 
 
 @contextmanager
-def served(driver: str, setting: str) -> Iterator[tuple[NvidiaMode, Notebook]]:
-    """A kernel with data and a forked child."""
+def served(driver: str) -> Iterator[tuple[NvidiaMode, Server]]:
     with nvidia_mode(driver=driver) as mode:
-        mode.world.configure(f'{CONFIG}\nc.GPUBroker.pools["default"]["checkpoint_children"] = {setting}\n')
+        mode.world.configure(f'{CONFIG}\nc.GPUBroker.pools["default"]["checkpoint_children"] = True\n')
         mode.double.set(forked_known=True, children_break_restore=True)
         mode.world.start_broker()
         with Server(mode.world) as server:
-            notebook = mode.start(server)
-            notebook.must(fill(1))
-            notebook.must(FORK)
-            yield mode, notebook
+            yield mode, server
 
 
-def test_a_kernel_in_a_job_comes_back_with_its_forked_children() -> None:
-    with served("610", "True") as (mode, notebook):
+def forked(mode: NvidiaMode, server: Server) -> Notebook:
+    """A kernel with data and a forked child."""
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    notebook.must(FORK)
+    return notebook
+
+
+def test_a_kernel_in_a_job_comes_back_with_its_forked_children_and_without_the_setting_it_stays() -> None:
+    with served("610") as (mode, server):
+        notebook = forked(mode, server)
         for _ in range(2):
             mode.suspend(notebook)
             assert notebook.must(CHECK).text == "intact\n"
         assert notebook.must(EXECUTED).text == "0\n"
+        assert mode.world.command("pool", "default", "checkpoint_children=false").returncode == 0
+        stays(mode, forked(mode, server))
 
 
-@pytest.mark.parametrize(("driver", "setting"), [("610", "False"), ("580", "True")])
-def test_without_the_setting_or_an_older_driver_it_stays(driver: str, setting: str) -> None:
-    with served(driver, setting) as (mode, notebook), pytest.raises(ConflictError, match="was forked by the kernel"):
+def stays(mode: NvidiaMode, notebook: Notebook) -> None:
+    with pytest.raises(ConflictError, match="was forked by the kernel"):
         mode.suspend(notebook)
+
+
+def test_with_an_older_driver_it_stays() -> None:
+    with served("580") as (mode, server):
+        stays(mode, forked(mode, server))

@@ -49,9 +49,16 @@ def shared_server() -> Iterator[SharedServer]:
     shared.close()
 
 
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        yield lent
+
+
 def write_spec(world: World, name: str, argv: list[str], **fields: object) -> str:
     folder = world.kernels_dir / name
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     content = {"argv": argv, "display_name": name, "language": "python", **fields}
     (folder / "kernel.json").write_text(json.dumps(content))
     return name

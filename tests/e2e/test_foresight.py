@@ -1,18 +1,30 @@
 """A suspended kernel comes back before its next cell asks, because of its user's actions in the notebook; never at a neighbour's cost."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from fractional_gpu.protocol.messages import ExpectRequest
+from tests.support.shared_server import SharedServer
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
 pytestmark = pytest.mark.promise("early-resume")
 
 
-def suspended(world: World, server: Server, policy: str = "") -> Notebook:
-    world.configure(f"c.GPUBroker.pools = {{'default': {{{policy}}}}}")
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        lent.complete_without_jedi()
+        yield lent
+
+
+def suspended(world: World, server: Server, *policy: str) -> Notebook:
     (name,) = world.install(750)
     notebook = server.start(name)
+    if policy:
+        assert world.command("pool", "default", *policy).returncode == 0
     notebook.must(fill(1))
     world.suspend_for_others(notebook.kernel_id)
     return notebook
@@ -32,7 +44,6 @@ def waited(world: World, notebook: Notebook) -> bool:
 def test_a_completion_brings_a_kernel_back_before_its_cell_unless_its_user_suspended_it(
     world: World, server: Server
 ) -> None:
-    world.complete_without_jedi()
     notebook = suspended(world, server)
     notebook.ask("complete_request", {"code": "buff", "cursor_pos": 4})
     early = world.await_state(notebook.kernel_id, "resident")
@@ -59,19 +70,8 @@ def a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world: Wo
     assert notebook.must(CHECK).text == "intact\n"
 
 
-def test_another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most(
-    world: World, server: Server
-) -> None:
-    notebook = suspended(world, server, "'foresight_vain': '1MiB'")
-    with world.client() as client:
-        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
-    assert world.lease(notebook.kernel_id).lease.expected_by == "typing"
-    assert world.lease(notebook.kernel_id).state == "suspended", "to move it would take more than the bound"
-    assert waited(world, notebook)
-
-
 def test_a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(world: World, server: Server) -> None:
-    notebook = suspended(world, server, "'min_residency': '1h'")
+    notebook = suspended(world, server, "min_residency=1h")
     with world.client() as client:
         client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="hover"))
     world.await_state(notebook.kernel_id, "resident")
@@ -81,3 +81,14 @@ def test_a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(world:
     assert world.lease(notebook.kernel_id).state == "suspended"
     world.suspend_for_others(other.kernel_id)
     assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most(
+    world: World, server: Server
+) -> None:
+    notebook = suspended(world, server, "foresight_vain=1MiB")
+    with world.client() as client:
+        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
+    assert world.lease(notebook.kernel_id).lease.expected_by == "typing"
+    assert world.lease(notebook.kernel_id).state == "suspended", "to move it would take more than the bound"
+    assert waited(world, notebook)

@@ -134,10 +134,12 @@ def test_an_idle_kernel_with_a_gui_event_loop_is_suspended_and_its_loop_runs_aft
 
 
 def test_a_kernel_with_a_gui_event_loop_is_suspended_when_it_is_asked_to_and_makes_room(
-    world: World, server: Server
+    desk: Server,
 ) -> None:
+    world = desk.world
+    assert world.command("pool", "default", "idle_after=on-demand").returncode == 0
     (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
+    first, second = desk.start(name), desk.start(name)
     with nudged(first):
         first.must(fill(1) + COUNT + REGISTERED)
         await_ticks(world)  # ipykernel may leave a message that comes while it enters the loop until the next one

@@ -73,22 +73,21 @@ def test_a_child_that_ignores_every_limit_takes_no_more_than_its_seat_has_nor_a_
         assert "CUDA_ERROR_OUT_OF_MEMORY" in notebook.must(GREEDY.format(mib=900, waits=True)).text
         assert neighbour.must(CHECK).text == "intact\n"
         assert notebook.must(CHECK).text == "intact\n"
+        a_broker_that_was_killed_leaves_limits_that_the_next_one_raises(mode, driver, neighbour, notebook, greedy)
         server.clear()
         until(lambda: limit(driver, mode, other) is None, "the limit ends")
 
 
-def test_a_broker_that_was_killed_leaves_limits_that_the_next_one_raises(mode: NvidiaMode, driver: Remote) -> None:
-    with unit(mode) as (server, group):
-        first, second = mode.start(server), mode.start(server)
-        first.must(fill(1))
-        second.must(fill(2))
-        mode.world.await_state(first.kernel_id, "suspended")
-        (broker,) = mode.brokers()
-        os.kill(broker, signal.SIGKILL)
-        mode.world.start_broker()
-        assert first.must(CHECK).text == "intact\n"
-        assert second.must(CHECK).text == "intact\n"
-        until(lambda: limit(driver, mode, group) == held_mib(mode, second), "the limit is what it holds")
+def a_broker_that_was_killed_leaves_limits_that_the_next_one_raises(
+    mode: NvidiaMode, driver: Remote, first: Notebook, second: Notebook, group: str
+) -> None:
+    mode.world.await_state(first.kernel_id, "suspended")
+    (broker,) = mode.brokers()
+    os.kill(broker, signal.SIGKILL)
+    mode.world.start_broker()
+    assert first.must(CHECK).text == "intact\n"
+    assert second.must(CHECK).text == "intact\n"
+    until(lambda: limit(driver, mode, group) == held_mib(mode, second), "the limit is what it holds")
 
 
 def test_without_the_drivers_limits_a_greedy_child_is_caught_by_the_sample() -> None:

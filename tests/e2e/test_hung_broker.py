@@ -5,6 +5,7 @@ A broker whose loop is blocked ends itself. A stopped process does not, however 
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.pair import NO_TURNS
 from tests.support.paths import failing
+from tests.support.shared_server import SharedServer
 from tests.support.stopping import stopped
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
@@ -22,12 +24,14 @@ pytestmark = pytest.mark.promise("hung-broker", "watchdog")
 HANG_LIMIT_S = 3
 
 
-@pytest.fixture(autouse=True)
-def _limited(world: World) -> None:
-    """Start a broker that soon ends itself when its loop is blocked, and that a test can block."""
-    world.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
-    world.environment |= failing(world.folder / "failpoint")
-    world.start_broker()
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """Its broker soon ends itself when its loop is blocked, and a test can block it."""
+    with shared_server.borrowed() as lent:
+        lent.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
+        lent.environment |= failing(lent.folder / "failpoint")
+        lent.start_broker()
+        yield lent
 
 
 def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,7 @@ import pytest
 from fractional_gpu.host.process import identify
 from fractional_gpu.protocol.messages import PinRequest
 from fractional_gpu.protocol.status import LeaseStatus
+from tests.support.shared_server import SharedServer
 from tests.support.stories import SLEEPS
 from tests.support.world import Notebook, Server, World, until
 
@@ -82,9 +83,16 @@ def waits(world: World, notebook: Notebook) -> LeaseStatus:
     return until(ask, "the kernel waits for what another left behind")
 
 
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        lent.configure(NEVER)
+        yield lent
+
+
 @pytest.fixture
 def half(world: World) -> str:
-    world.configure(NEVER)
     (name,) = world.install(500)
     return name
 
@@ -176,7 +184,8 @@ def test_what_a_kernel_leaves_behind_stays_over_its_restart_and_its_owner_can_en
 
 
 def test_a_pool_can_end_what_is_left(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'after_kernel': 'end'}}")
+    world.start_broker()
+    assert world.command("pool", "default", "after_kernel=end").returncode == 0
     (half,) = world.install(500)
     notebook = server.start(half)
     with child_of(world, notebook) as pid:

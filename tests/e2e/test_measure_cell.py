@@ -1,9 +1,11 @@
 """`%%gpu measure` in a real kernel, with real processes on the simulated device."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.shared_server import SharedServer
 from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("measure-cell")
@@ -11,6 +13,13 @@ pytestmark = pytest.mark.promise("measure-cell")
 SETUP = "from fractional_gpu.gpu.simulated import cuda\npasses = 0"
 CELL = "buffer = cuda.allocate(8 << 20)\nwhile passes < 3:\n    cuda.launch(0.02, 1.0)\n    passes += 1\npasses = 0\nbuffer.free()"
 OPTIONS = "--memory 64MiB --copies 1"
+
+
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        yield lent
 
 
 def leases(world: World) -> list[str]:

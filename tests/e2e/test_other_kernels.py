@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 
 from fractional_gpu.jupyter.kernelspecs import install
 from tests.support.managed import entered
+from tests.support.shared_server import SharedServer
 from tests.support.stories import CHECK, fill
 from tests.support.world import Server, World
 
@@ -55,6 +56,13 @@ KINDS = {
         lambda _world: "xpython", lambda seed: fill(seed, MIB) + "\nprint('filled')", CHECK, lambda _seed: "intact\n"
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        yield lent
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.paths import STRANGER
+from tests.support.shared_server import SharedServer
 from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("yielding")
@@ -62,18 +63,25 @@ def states(world: World) -> list[str]:
     return [lease.state for lease in world.status().leases]
 
 
-POOL = "{'default': {'idle_after': 'on-demand', 'min_residency': 0, 'min_residency_swaps': 0, 'strangers': %r}}"
+POOL = "{'default': {'idle_after': 'on-demand', 'min_residency': 0, 'min_residency_swaps': 0, 'strangers': 'yield'}}"
+
+
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        lent.configure(f"c.GPUBroker.pools = {POOL}")
+        yield lent
 
 
 def test_idle_kernels_leave_for_a_program_that_grows_and_come_back_when_it_has_gone(
     world: World, server: Server
 ) -> None:
-    world.configure(f"c.GPUBroker.pools = {POOL % 'yield'}")
-    notebooks = start(world, server, "a", "b", "c")
+    notebooks = start(world, server, "a", "b")
     with stranger(world, 100) as program:
         until(lambda: world.status().devices[0].strangers, "it is seen")
-        assert states(world) == ["resident"] * 3
-        for suspended, mib in enumerate((400, 600, 750), 1):
+        assert states(world) == ["resident"] * 2
+        for suspended, mib in enumerate((600, 750), 1):
             program.hold(mib)
             until(lambda count=suspended: states(world).count("suspended") == count, f"{suspended} have left")  # type: ignore[misc]
         waiting = notebooks["b"].send("print(buffer.read(3))")
@@ -86,7 +94,6 @@ def test_idle_kernels_leave_for_a_program_that_grows_and_come_back_when_it_has_g
 
 
 def test_a_busy_kernel_leaves_only_in_a_pool_that_says_so(world: World, server: Server) -> None:
-    world.configure(f"c.GPUBroker.pools = {POOL % 'yield'}")
     notebooks = start(world, server, "a")
     gate = world.state / "go"
     running = notebooks["a"].send(
