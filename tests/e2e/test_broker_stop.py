@@ -92,18 +92,23 @@ def a_restarted_broker_has_the_options_that_it_had_even_if_its_files_are_gone(wo
         assert world.lease(notebook.kernel_id).state == "resident", gone
 
 
-def test_a_broker_that_is_stopped_by_a_signal_is_ended_in_order(world: World) -> None:
+def test_a_broker_of_another_user_is_not_touched_a_stopped_one_ends_in_order_and_one_that_does_not_end_is_killed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.start_broker()
     pid = world.broker_pid()
     assert pid is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 4711)
+        with pytest.raises(CommandError, match=rf"\(process {pid}\) belongs to another user"):
+            broker.run_stop(argparse.Namespace(socket=world.socket, restart=True, json=False))
+    assert world.broker_pid() == pid
+
     stop(pid)
     told = ended(world, "--restart")
     assert (told["pid"], told["how"], told["resident"]) == (pid, "orderly", None)
     assert pid not in brokers(world)
 
-
-def test_a_broker_that_does_not_end_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.start_broker()
     pid = world.broker_pid()
     assert pid is not None
     monkeypatch.setattr(broker, "ORDERLY_S", 0.0)
@@ -111,16 +116,6 @@ def test_a_broker_that_does_not_end_is_killed(world: World, monkeypatch: pytest.
     assert broker.end_process(pid) == "orderly", "it has ended already"
     assert pid not in brokers(world)
     assert find_broker(world.socket) is None
-
-
-def test_a_broker_of_another_user_is_not_touched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.start_broker()
-    pid = world.broker_pid()
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
-    with pytest.raises(CommandError, match=rf"\(process {pid}\) belongs to another user"):
-        broker.run_stop(argparse.Namespace(socket=world.socket, restart=True, json=False))
-    monkeypatch.undo()
-    assert world.broker_pid() == pid
 
 
 def test_a_system_service_is_left_to_systemctl(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,9 +46,18 @@ def test_nothing_is_lost_when_somebody_dies_and_every_step_is_a_point() -> None:
         assert {point.split(".")[0] for point in reached} == KINDS
 
 
+class Birth(Story):
+    """Of one kernel, and its end."""
+
+    def plot(self) -> None:
+        (life,) = self.cast(1)
+        life.live()
+        life.end()
+
+
 def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels() -> None:
     """Its kernel's process runs, and only this server knows about it."""
-    with new_world(Story.simulate) as world, closing(Story(world, keeps=True)) as story:
+    with new_world(Birth.simulate) as world, closing(Birth(world, keeps=True)) as story:
         struck(story, Strike("server.KernelLease.attach.before"))
 
 

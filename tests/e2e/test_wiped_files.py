@@ -76,16 +76,16 @@ def is_back(world: World, paths: dict[Path, int]) -> bool:
 # Deleted one after another; `tests/run wiping` removes each file separately. `test_wiping` covers the moments in
 # which the broker dies.
 DELETED: dict[str, Callable[[World], list[Path]]] = {
-    "socket": lambda world: [Path(world.socket)],
-    "lock, settings and tokens": lambda world: [
+    "socket, lock, settings and tokens": lambda world: [
+        Path(world.socket),
         Path(f"{world.socket}.lock"),
         run(world) / "broker.json",
         world.state / "broker.json",
         *sorted(world.folder.rglob("*.token")),
     ],
-    "ledger": lambda world: [world.ledger],
-    "the ledger's log and locks": lambda world: [
-        world.ledger.with_name(f"{world.ledger.name}{suffix}") for suffix in ("-wal", "-shm", ".lock")
+    "the ledger with its log and locks": lambda world: [
+        world.ledger,
+        *(world.ledger.with_name(f"{world.ledger.name}{suffix}") for suffix in ("-wal", "-shm", ".lock")),
     ],
     "everything": lambda world: [run(world), world.folder / "state"],
 }
@@ -168,7 +168,7 @@ def test_a_broker_that_executes_itself_again_runs_the_version_that_is_installed_
 ) -> None:
     """An upgrade with living leases: the process stays."""
     installed = tmp_path / "installed"
-    shutil.copytree(ROOT / "provisioner", installed, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "provisioner", installed)
     world.environment["PYTHONPATH"] = f"{installed}{os.pathsep}{world.environment['PYTHONPATH']}"
     world.start_broker()
     with world.client() as client:
@@ -215,33 +215,13 @@ def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Serv
     assert notebook.must(CHECK).text == "intact\n"
 
 
-def test_a_broker_that_stays_away_is_named(world: World) -> None:
-    world.start_broker()
-    broker = pid_of(world)
-    stop(broker)
-    try:
-        Path(world.socket).unlink()
-        code = (
-            "from fractional_gpu.client.discovery import ensure_broker\n"
-            "from fractional_gpu.protocol.errors import BrokerUnavailableError\n"
-            "try:\n    ensure_broker(timeout_s=0.5)\nexcept BrokerUnavailableError as error:\n    print(error)\n"
-        )
-        said = subprocess.run(
-            [sys.executable, "-c", code], env=world.environment, capture_output=True, text=True, check=True
-        )
-        assert f"(process {broker})" in said.stdout
-        assert "jupyter gpu broker --restart" in said.stdout
-    finally:
-        os.kill(broker, signal.SIGCONT)
-    until(world.broker_pid, "the socket is back")
-
-
-def test_a_folder_that_another_made_meanwhile_is_not_used(world: World) -> None:
+def test_a_folder_that_another_made_meanwhile_is_not_used_and_a_broker_that_stays_away_is_named(world: World) -> None:
     world.start_broker()
     with world.client() as client:
         client.create_lease(LeaseRequest(fraction_milli=250))  # otherwise it would end with its folder
     for what in ("another's folder", "a folder open to all", "a link"):
         another_makes_the_folder(world, what)
+    a_broker_that_stays_away_is_named(world)
 
 
 def another_makes_the_folder(world: World, what: str) -> None:
@@ -285,3 +265,23 @@ def remove_place(place: Path) -> None:
         place.unlink()
     else:
         place.rmdir()
+
+
+def a_broker_that_stays_away_is_named(world: World) -> None:
+    broker = pid_of(world)
+    stop(broker)
+    try:
+        Path(world.socket).unlink()
+        code = (
+            "from fractional_gpu.client.discovery import ensure_broker\n"
+            "from fractional_gpu.protocol.errors import BrokerUnavailableError\n"
+            "try:\n    ensure_broker(timeout_s=0.5)\nexcept BrokerUnavailableError as error:\n    print(error)\n"
+        )
+        said = subprocess.run(
+            [sys.executable, "-c", code], env=world.environment, capture_output=True, text=True, check=True
+        )
+        assert f"(process {broker})" in said.stdout
+        assert "jupyter gpu broker --restart" in said.stdout
+    finally:
+        os.kill(broker, signal.SIGCONT)
+    until(world.broker_pid, "the socket is back")

@@ -9,9 +9,8 @@ from tests.support.wiping import Case, Stage, new_stage, play
 
 pytestmark = pytest.mark.promise("removed-files")
 
-# Each moment with the broker alive and killed, except at rest and alive: see `test_wiped_files`.
+# In a swap; at rest see `test_wiped_files` (alive) and `test_lost_ledger` (killed).
 SAMPLE = [
-    Case(kind="everything", moment="rest", alive=False),
     Case(kind="everything", moment="swap", alive=False),
     Case(kind="everything", moment="swap", alive=True),
 ]
