@@ -17,13 +17,13 @@ from tests.support.control_group import memory_group, set_limit, used_mib
 from tests.support.world import Notebook, Server, World, new_world, until
 
 MIB = 1 << 20
-HELD_MIB = 200
+HELD_MIB, SMALL_MIB = 200, 16
 LEFT_MIB = 150
 GROUP_MIB = 1200
 RAISED = 600  # the kernels' adjustment at their start, so that any broker may lower it
 NOT_READY = 802
 
-HOLD = f"""
+HOLD = """
 from cuda.bindings import driver
 def do(call, *arguments):
     result, *values = getattr(driver, call)(*arguments)
@@ -31,15 +31,15 @@ def do(call, *arguments):
     return values[0] if values else None
 do("cuInit", 0)
 do("cuCtxSetCurrent", do("cuDevicePrimaryCtxRetain", do("cuDeviceGet", 0)))
-held = do("cuMemAlloc", {HELD_MIB * MIB})
-do("cuMemsetD32", held, 0x5A5A5A5A, {HELD_MIB * MIB // 4})
+held = do("cuMemAlloc", {mib} << 20)
+do("cuMemsetD32", held, 0x5A5A5A5A, {mib} << 18)
 """
 # In pieces: reading back must not need much memory.
-LOOK = f"""
-piece, whole = bytearray({MIB}), True
-for at in range({HELD_MIB}):
-    do("cuMemcpyDtoH", (__import__("ctypes").c_char * {MIB}).from_buffer(piece), int(held) + at * {MIB}, {MIB})
-    whole &= piece == b"\x5a" * {MIB}
+LOOK = """
+piece, whole = bytearray(1 << 20), True
+for at in range({mib}):
+    do("cuMemcpyDtoH", (__import__("ctypes").c_char * (1 << 20)).from_buffer(piece), int(held) + (at << 20), 1 << 20)
+    whole &= piece == b"\x5a" * (1 << 20)
 print(whole)
 """
 
@@ -88,10 +88,10 @@ def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_o
     until(lambda: not device(world).why_not, "the broker has tried again")
     with Server(world) as server:
         notebook = server.start(world.install(250)[0])
-        notebook.must(HOLD)
+        notebook.must(HOLD.format(mib=SMALL_MIB))
         pid = suspended(world, notebook)
-        assert {one.pid: one.saved_mib for one in double.processes() if one.saved_mib} == {pid: HELD_MIB}
-        assert notebook.must(LOOK).text == "True\n"
+        assert {one.pid: one.saved_mib for one in double.processes() if one.saved_mib} == {pid: SMALL_MIB}
+        assert notebook.must(LOOK.format(mib=SMALL_MIB)).text == "True\n"
 
         # What an earlier broker saved is intact after a start without the driver.
         suspended(world, notebook)
@@ -101,7 +101,7 @@ def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_o
         assert world.lease(notebook.kernel_id).state == "quarantined"
         double.clear_faults()
         world.await_state(notebook.kernel_id, "suspended")
-        assert notebook.must(LOOK).text == "True\n"
+        assert notebook.must(LOOK.format(mib=SMALL_MIB)).text == "True\n"
 
 
 def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back_whole(
@@ -117,7 +117,7 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
         neighbour = server.start(name)
         pids = []
         for notebook in saved:
-            notebook.must(HOLD)
+            notebook.must(HOLD.format(mib=HELD_MIB))
             pids.append(suspended(world, notebook))
         assert {one.pid for one in double.processes() if one.saved_mib == HELD_MIB} == set(pids)
         until(lambda: all(memory.adjustment(pid) < RAISED for pid in pids), "what is saved is protected")
@@ -135,5 +135,5 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
         for notebook, pid in zip(saved, pids, strict=True):
             assert world.lease(notebook.kernel_id).pid == pid
             set_limit(group, GROUP_MIB)
-            assert notebook.must(LOOK).text == "True\n"
+            assert notebook.must(LOOK.format(mib=HELD_MIB)).text == "True\n"
         until(lambda: all(memory.adjustment(pid) == RAISED for pid in pids), "the protection is over")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.measure_share import MEMORY, Visit, seated_world, visitor
-from tests.support.runs import READER, Run
 from tests.support.stories import fill
 from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
@@ -108,18 +107,6 @@ def test_it_runs_beside_the_program_that_it_is_given(shared: World) -> None:
     assert_nothing_left(shared)
 
 
-def test_it_takes_spare_room_only_and_disturbs_nothing(shared: World) -> None:
-    with Run.python(shared, "holds", READER, options=("--fraction", "1/2")) as holds:
-        options = ("--fractions", "1/2,1", "--within", "2s")
-        status, _, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
-        assert status == 1
-        assert "could not measure: no device of pool default has" in complaint
-        lease = holds.lease()
-        assert lease is not None
-        assert (lease.state, lease.suspends) == ("resident", 0)
-    assert_nothing_left(shared)
-
-
 def test_a_pinned_kernel_of_the_user_stays_and_an_idle_one_leaves_for_a_measurement_and_comes_back_whole(
     world: World, server: Server
 ) -> None:
@@ -139,18 +126,6 @@ def test_a_pinned_kernel_of_the_user_stays_and_an_idle_one_leaves_for_a_measurem
     assert "is idle: suspending it to make room" in complaint
     assert world.lease(notebook.kernel_id).suspends == 1
     assert notebook.must("print(hashlib.sha256(buffer.read()).hexdigest() == digest)").text == "True\n"
-
-
-def test_where_another_lease_works_on_the_device_it_says_that_nothing_can_be_known(shared: World) -> None:
-    busy = (
-        'print("ready", flush=True)\nfrom fractional_gpu.gpu.simulated import cuda\nwhile True: cuda.launch(1.0, 0.5)'
-    )
-    with Run.python(shared, "busy", busy, options=("--fraction", "1/4")) as run:
-        until(lambda: (lease := run.lease()) is not None and lease.working, "its work is seen")
-        options = ("--fractions", "1/2", "--within", "12s")
-        status, _, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
-        assert (status, "could not measure: busy worked on the device" in complaint) == (1, True), complaint
-    assert_nothing_left(shared)
 
 
 def test_others_who_come_while_it_measures_are_noticed_by_their_work_and_their_steps_repeated() -> None:

@@ -216,7 +216,7 @@ def test_a_suspended_kernel_whose_python_is_stuck_gets_its_memory_back(pair: Pai
 
 
 def test_turns_leave_nothing_behind_in_kernels_and_broker(pair: Pair) -> None:
-    turns = int(os.environ.get("TURNS", "20"))
+    turns = int(os.environ.get("TURNS", "6"))
     world = pair.world
     first, second = pair.ready()
     broker = world.broker_pid()
@@ -228,7 +228,7 @@ def test_turns_leave_nothing_behind_in_kernels_and_broker(pair: Pair) -> None:
             for notebook in (first, second):
                 assert notebook.must(CHECK).text == "intact\n"
 
-    take_turns(5)
+    take_turns(2)
     before = [threads_and_files(pid) for pid in pids]
     memory = [resident_kib(pid) for pid in pids]
     take_turns(turns // 2)

@@ -2,20 +2,31 @@
 
 import pytest
 
-from tests.support.nvidia_mode import CHECK, CONFIG, DATA_MIB, fill, nvidia_mode
+from tests.support.nvidia_mode import CONFIG, nvidia_mode
 from tests.support.swap_space import swap_space
 from tests.support.world import Server, until
 
 pytestmark = pytest.mark.promise("paging")
 
-BLOCK_MIB, BLOCKS = 32, 9
+BLOCK_MIB, BLOCKS = 8, 36
 HELD_MIB = BLOCK_MIB * BLOCKS  # the broker takes notice of budgets that differ by 256
 HOST_MIB = 480
 
 
 def large(seed: int) -> str:
     """Code that puts `HELD_MIB` of noise on the device."""
-    return fill(seed).replace(f"({DATA_MIB << 20})", f"({BLOCK_MIB << 20}) * {BLOCKS}")
+    return f"""
+import random
+from tests.driver_double import device as cuda
+block = random.Random({seed}).randbytes({BLOCK_MIB << 20})
+buffer = cuda.allocate({HELD_MIB << 20})
+places = range(0, {HELD_MIB << 20}, len(block))
+for place in places:
+    buffer.write(block, place)
+"""
+
+
+CHECK = "assert all(buffer.read(len(block), place) == block for place in places), 'the bytes differ'"
 
 
 def test_state_in_swap_space_makes_host_memory_free_for_another_kernel_and_returns_whole() -> None:

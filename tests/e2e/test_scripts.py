@@ -26,7 +26,6 @@ exec(sys.stdin.readline())
 """
 ENDS: dict[str, str | int] = {
     "end": "",
-    "SIGTERM": signal.SIGTERM,
     "SIGKILL": signal.SIGKILL,
     "its kernel first": "os.kill(manager.provisioner.pid, 9); manager.provisioner.process.wait()",
 }

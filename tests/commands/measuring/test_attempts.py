@@ -94,6 +94,11 @@ def test_where_there_is_no_room_at_first_that_is_the_answer_at_once(measured: Me
     assert attempts == [ALONE]
 
 
+def test_beside_others_who_work_until_the_end_that_is_the_answer(measured: Measure) -> None:
+    with pytest.raises(CommandError, match="could not measure: ada worked"):
+        measured(lambda _, __: DisturbedError("ada worked"))
+
+
 def test_a_trial_that_others_disturb_is_tried_again(measured: Measure) -> None:
     measurement, _ = measured(lambda _, count: DisturbedError("ada worked") if count < 5 else None)
     assert known(measurement) == [ALONE, HALF, QUARTER]
