@@ -222,7 +222,7 @@ def test_a_cell_that_is_preempted_while_it_is_short_of_memory_has_its_whole_pati
 
 
 def test_reserving_by_use_lets_more_kernels_be_resident() -> None:
-    trace = synthetic_sessions(20, 1, 4, BUSY)
+    trace = synthetic_sessions(12, 1, 4, BUSY)
     by_cap, by_use = (
         simulate(replace(host(1, 81_920, may_move=True, reserve_by=by, headroom_mib=1024), request_percent=25), trace)
         for by in ReserveBy

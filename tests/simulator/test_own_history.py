@@ -13,8 +13,8 @@ from tests.support.own_history import ledger_of
 
 pytestmark = pytest.mark.promise("own-history")
 
-MACHINE = "--devices 4x80GiB"
-LOAD = "--users 24 --set several_gpus=0 --set pace=short"
+MACHINE = "--devices 2x80GiB"
+LOAD = "--users 12 --set several_gpus=0 --set pace=short"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_other_devices_give_other_waits(
     recorded: tuple[dict[str, Any], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, path = recorded
-    assert main(["simulate", "--from-ledger", str(path), "--devices", "12x80GiB", "--json"]) == 0
+    assert main(["simulate", "--from-ledger", str(path), "--devices", "6x80GiB", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["wait_s"]["p99"] < again["recorded"]["wait_s"]["p99"]
 

@@ -109,7 +109,7 @@ def test_giving_up_early_never_changes_the_answer(
     assert bool(given_up.hopeless) is bool(whole.missed(goal))
 
 
-@pytest.mark.parametrize(("devices", "seed"), [(3, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize(("devices", "seed"), [(2, 2), (1, 3)])
 def test_waits_are_foreseen_within_their_bounds(devices: int, seed: int) -> None:
     result = simulate(host(devices, 81_920, may_move=True), synthetic_sessions(12 * devices, 1, seed, BUSY))
     waits, swaps = result.forecast_error["wait"], result.forecast_error["suspend"]

@@ -11,18 +11,19 @@ from fractional_gpu.simulator.load import CLASS_SIZE, Habit, Load, Memory, Pace,
 from fractional_gpu.simulator.traces import Cell, Session
 
 USERS = 600
+made = cache(synthetic_sessions)  # most tests look at the same sessions
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 
 
 @pytest.fixture(scope="module", params=Pace, ids=str)
 def trace(request: pytest.FixtureRequest) -> tuple[Pace, list[Session]]:
-    return request.param, synthetic_sessions(USERS, 1, 1, Load(pace=request.param))
+    return request.param, made(USERS, 1, 1, Load(pace=request.param))
 
 
 @pytest.fixture(scope="module")
 def usual() -> list[Session]:
-    return synthetic_sessions(USERS, 1, 1)
+    return made(USERS, 1, 1, Load())
 
 
 def gpu_cells(sessions: Sequence[Session]) -> list[Cell]:
@@ -69,7 +70,7 @@ def test_sessions_of_one_gpu_hold_the_peaks_of_sessions_and_each_of_several_gpus
 
 
 def test_by_cells_sessions_hold_less() -> None:
-    sessions = synthetic_sessions(USERS, 1, 1, Load(memory=Memory.CELL, pace=Pace.SHORT))
+    sessions = made(USERS, 1, 1, Load(memory=Memory.CELL, pace=Pace.SHORT))
     gigabytes = [cell.gpu_mib * 2**20 / 10**9 for cell in gpu_cells(sessions)]
     for share, expected in ((0.5, 2.3), (0.75, 4.6), (0.9, 18), (0.99, 38)):
         assert quantile(gigabytes, share) == pytest.approx(expected, rel=0.25)
@@ -153,7 +154,7 @@ def test_a_class_begins_together(usual: list[Session]) -> None:
 
 
 def test_no_cell_begins_at_lunch(usual: list[Session]) -> None:
-    lunch = synthetic_sessions(USERS, 1, 1, Load(lunch_ms=2 * HOUR_MS))
+    lunch = made(USERS, 1, 1, Load(lunch_ms=2 * HOUR_MS))
 
     def begin(sessions: Sequence[Session], hour: int) -> int:
         return sum(hour * HOUR_MS <= cell.start_ms < (hour + 1) * HOUR_MS for cell in gpu_cells(sessions))
@@ -175,7 +176,7 @@ def test_weekends_are_free() -> None:
 
 def test_people_ask_for_more_or_less_than_they_use(usual: list[Session]) -> None:
     assert all(one.asked_mib == 0 for one in usual)
-    ratios = [one.asked_mib / one.gpu_mib for one in synthetic_sessions(USERS, 1, 1, Load(ask_error_percent=50))]
+    ratios = [one.asked_mib / one.gpu_mib for one in made(USERS, 1, 1, Load(ask_error_percent=50))]
     assert quantile(ratios, 0.5) == pytest.approx(1, rel=0.1)
     assert quantile(ratios, 1 / 6) == pytest.approx(0.61, rel=0.1)
     assert quantile(ratios, 5 / 6) == pytest.approx(1.65, rel=0.1)
@@ -212,11 +213,11 @@ def drawn(session: Session) -> dict[str, list[object]]:
     ],
 )
 def test_a_switch_leaves_the_other_draws_as_they_are(load: Load, changes: set[str], usual: list[Session]) -> None:
-    switched = {session.session_id: session for session in synthetic_sessions(USERS, 1, 1, load)}
+    switched = {session.session_id: session for session in synthetic_sessions(100, 1, 1, load)}
     differ: set[str] = set()
     for session in usual:
         if session.session_id not in switched:
-            continue  # another habit has other sessions
+            continue  # a user beyond the hundred, or another habit, which has other sessions
         before, after = drawn(session), drawn(switched[session.session_id])
         # a session may have more or fewer cells; the common ones are equal
         differ |= {
@@ -233,7 +234,7 @@ def test_a_switch_leaves_the_other_draws_as_they_are(load: Load, changes: set[st
 @cache
 def works(habit: Habit, days: int = 1) -> tuple[Session, ...]:
     """The working sessions of a group with a habit."""
-    sessions = synthetic_sessions(USERS, days, 1, Load(habit=habit))
+    sessions = made(USERS, days, 1, Load(habit=habit))
     return tuple(one for one in sessions if one.session_id.endswith("work"))
 
 
@@ -302,10 +303,10 @@ def test_night_jobs_begin_in_the_evening_and_run_over_night_after_a_few_short_ce
 
 
 def test_a_fifth_of_mixed_users_has_each_habit_and_works_as_in_a_separate_group() -> None:
-    mixed = synthetic_sessions(USERS, 1, 1, Load(habit=Habit.MIXED))
+    mixed = made(USERS, 1, 1, Load(habit=Habit.MIXED))
     habits = [habit for habit in Habit if habit is not Habit.MIXED]
     for place, habit in enumerate(habits):
-        own = [one for one in synthetic_sessions(USERS, 1, 1, Load(habit=habit)) if int(one.user[1:]) % 5 == place]
+        own = [one for one in made(USERS, 1, 1, Load(habit=habit)) if int(one.user[1:]) % 5 == place]
         found = [one for one in mixed if int(one.user[1:]) % 5 == place]
         if habit is Habit.TEACHING_LAB:  # its classes are other ones
             assert [drawn(one)["memory"] for one in sorted(found, key=lambda one: one.user)] == [
