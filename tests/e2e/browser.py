@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -25,7 +26,8 @@ _QUIET = {
     "disabledExtensions": {
         "@jupyterlab/apputils-extension:announcements": True,  # the offer to show news
         "@jupyterlab/lsp-extension:plugin": True,
-    }
+    },
+    "buildCheck": False,  # for which the server starts node twice with each page
 }
 _UNASKED = {"@jupyterlab/docmanager-extension:plugin": {"renameUntitledFileOnSave": False}}
 
@@ -71,14 +73,11 @@ class Lab:
         self.page.keyboard.insert_text(code)
         self.page.keyboard.press("Shift+Enter")
 
-    def turn_dark(self) -> None:
-        """Choose the dark theme and reload the page; the same documents open again, with their current contents."""
-        self.page.keyboard.press("Control+s")
-        expect(self.page.locator(".lm-TabBar-tab.jp-mod-dirty")).to_have_count(0)
-        theme = json.dumps({"theme": "JupyterLab Dark"})
-        self.server.request("PUT", "lab/api/settings/@jupyterlab/apputils-extension:themes", {"raw": theme})
-        self.page.reload()
-        expect(self.page.locator("body")).to_have_attribute("data-jp-theme-name", "JupyterLab Dark")
+    def choose_theme(self, theme: str) -> None:
+        self.page.get_by_role("menuitem", name="Settings", exact=True).click()
+        self.page.locator('.lm-Menu-item[data-type="submenu"]', has_text=re.compile("^Theme$")).click()
+        self.page.get_by_role("menuitem", name=theme, exact=True).click()
+        expect(self.page.locator("body")).to_have_attribute("data-jp-theme-name", theme)
 
     def picture(self, name: str) -> None:
         take(self.page, name)

@@ -54,19 +54,12 @@ def is_accessible_in_each_look(lab: Lab) -> None:
     """Check the light theme at the page's width and the dark one on a small screen; with ALL_LOOKS each at both widths. Ends with dark."""
     for theme, width in (("Light", WIDTH_PX), ("Dark", SMALL_PX)):
         if theme == "Dark":
-            choose_theme(lab, "JupyterLab Dark")
+            lab.choose_theme("JupyterLab Dark")
         for at in (WIDTH_PX, SMALL_PX) if ALL_LOOKS else (width,):
             lab.page.set_viewport_size({"width": at, "height": TALL_PX})
             expect(lab.page.locator(OUTPUT)).to_have_count(len(SHOWN) + 1)
             assert_accessible(lab.page, OUTPUT)
     lab.page.set_viewport_size({"width": WIDTH_PX, "height": TALL_PX})
-
-
-def choose_theme(lab: Lab, theme: str) -> None:
-    lab.page.get_by_role("menuitem", name="Settings", exact=True).click()
-    lab.page.locator('.lm-Menu-item[data-type="submenu"]', has_text=re.compile("^Theme$")).click()
-    lab.page.get_by_role("menuitem", name=theme, exact=True).click()
-    expect(lab.page.locator("body")).to_have_attribute("data-jp-theme-name", theme)
 
 
 def a_wait_is_said_aloud(world: World, lab: Lab) -> None:
