@@ -61,7 +61,18 @@ def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels() -> None:
         struck(story, Strike("server.KernelLease.attach.before"))
 
 
+class SizesAndMoves(SteeredStory):
+    """Only these: `tests/run failpoints` tells the rest, too."""
+
+    def plot(self) -> None:
+        (life,) = self.cast(1)
+        life.live()
+        self.sizes_and_pins(life)
+        self.moves(life)
+        life.end()
+
+
 def test_nothing_is_lost_when_a_full_disk_refuses_and_the_broker_dies_while_a_device_is_emptied() -> None:
-    with new_world(SteeredStory.simulate) as world, closing(SteeredStory(world)) as story:
+    with new_world(SizesAndMoves.simulate) as world, closing(SizesAndMoves(world)) as story:
         refused = (Strike("ledger.save_lease.unfinished", time=time, action="fail") for time in (1, 4))
         struck(story, *refused, Strike("ledger.set_drained.after"))

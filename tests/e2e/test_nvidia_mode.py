@@ -44,8 +44,8 @@ VICTIMS: Final = {"broker": ("brokers",), "worker": ("workers",), "both": ("brok
 # Each call once and each victim, before and after on either driver; `test_kills` has the other pairs of a call and a
 # victim.
 SAMPLE: Final = {
-    "570": [("lock", False, "broker"), ("restore", True, "worker")],
-    "580": [("checkpoint", False, "worker"), ("unlock", True, "both")],
+    "570": [("lock", False, "worker"), ("restore", True, "worker")],
+    "580": [("checkpoint", False, "broker"), ("unlock", True, "both")],
 }
 
 
@@ -205,6 +205,7 @@ def test_turns_keep_every_byte_and_a_kill_at_any_step_of_one_loses_nothing(
     pair.end_turn(pair.begin_turn())
     pair.saved()
     assert len(mode.brokers()) == len(mode.workers()) == 1
+    one_that_outlives_its_callers_death_has_all_its_bytes(mode, pair.resident, request.node.callspec.indices["lent"])
 
 
 # -- the caller dies in the middle ---------------------------------------------------------------------------------------------
@@ -234,14 +235,8 @@ def die_in_the_middle(mode: NvidiaMode, notebook: Notebook, operation: str, *, o
     return cell
 
 
-@on_each_driver
-def test_a_kernel_that_outlives_its_callers_death_has_all_its_bytes(
-    mode: NvidiaMode, server: Server, request: pytest.FixtureRequest
-) -> None:
-    notebook = mode.start(server)
-    notebook.must(fill(1))
+def one_that_outlives_its_callers_death_has_all_its_bytes(mode: NvidiaMode, notebook: Notebook, turn: int) -> None:
     victims = list(VICTIMS.values())
-    turn = request.node.callspec.indices["lent"]
     every = list(product(("checkpoint", "restore"), ("back", "done")))
     half = [every[turn], every[3 - turn]]  # the other driver has the other half
     for number, (operation, ending) in enumerate(every if ALL_KILLS else half):
@@ -251,16 +246,21 @@ def test_a_kernel_that_outlives_its_callers_death_has_all_its_bytes(
         mode.settled()
 
 
-@pytest.mark.parametrize(
-    ("lent", "operation", "victim"),
-    [(("570", 1), "checkpoint", "both"), (("580", 1), "restore", "worker")],
-    indirect=["lent"],
-    ids=["570-checkpoint", "580-restore"],
-)
 def test_a_kernel_that_failed_with_its_caller_is_left_alone_and_its_user_is_told(
-    mode: NvidiaMode, server: Server, operation: str, victim: str
+    mode: NvidiaMode, server: Server
 ) -> None:
     notebook, neighbour = mode.start(server), mode.start(server)
+    for operation, victim in (("checkpoint", "both"), ("restore", "worker")):
+        notebook = fails_with_its_caller(mode, server, notebook, operation, victim)
+        neighbour.must(fill(3))
+        assert notebook.must(CHECK).text == "intact\n"
+        assert neighbour.must(CHECK).text == "intact\n"
+
+
+def fails_with_its_caller(
+    mode: NvidiaMode, server: Server, notebook: Notebook, operation: str, victim: str
+) -> Notebook:
+    """Return the notebook with its next kernel."""
     notebook.must(f"kept = 'in host memory'\n{fill(1)}")
     mode.double.set(caller_death="failed")
     pid = mode.pid(notebook)
@@ -283,9 +283,7 @@ def test_a_kernel_that_failed_with_its_caller_is_left_alone_and_its_user_is_told
     notebook.restart()
     again = server.connect(notebook.kernel_id)
     again.must(fill(2))
-    neighbour.must(fill(3))
-    assert again.must(CHECK).text == "intact\n"
-    assert neighbour.must(CHECK).text == "intact\n"
+    return again
 
 
 # -- processes that are not like others ----------------------------------------------------------------------------------------
@@ -331,9 +329,21 @@ def test_processes_that_only_started_the_driver_are_saved_and_come_back(mode: Nv
     mode.settled()
 
 
-def test_threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(mode: NvidiaMode, server: Server) -> None:
+def test_what_keeps_a_kernel_is_named_until_it_is_over_and_nothing_else_keeps_it(
+    mode: NvidiaMode, server: Server
+) -> None:
+    mode.double.set(forked_known=True)
     notebook = mode.start(server)
     notebook.must(fill(1))
+    threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(mode, notebook)
+    a_forked_child_that_shares_the_context_is_named_until_it_has_ended(mode, notebook)
+    stopped_it_is_refused_at_once_by_its_pid(mode, notebook)
+    mode.reset()
+    for is_seen_before in (True, False):
+        no_restore_is_tried_where_a_stranger_leaves_too_little_room(mode, notebook, is_seen_before=is_seen_before)
+
+
+def threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(mode: NvidiaMode, notebook: Notebook) -> None:
     for plays in ("nvml_thread_ids", "mps_daemon"):
         switches: dict[str, Any] = {plays: True}
         mode.double.set(**switches)
@@ -341,6 +351,8 @@ def test_threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(mode: Nvidia
         mode.suspend(notebook)
         assert mode.state(mode.pid(notebook)) == "checkpointed", plays
         assert notebook.must(CHECK).text == "intact\n", plays
+        switches[plays] = False
+        mode.double.set(**switches)
     mode.settled()
 
 
@@ -357,24 +369,19 @@ def test_a_child_that_only_asked_for_the_devices_is_left_alone(mode: NvidiaMode,
     mode.settled()
 
 
-def test_a_forked_child_that_shares_the_context_and_a_stopped_kernel_are_named_until_that_is_over(
-    mode: NvidiaMode, server: Server
-) -> None:
-    mode.double.set(forked_known=True)
-    notebook = mode.start(server)
-    notebook.must(fill(1))
+def a_forked_child_that_shares_the_context_is_named_until_it_has_ended(mode: NvidiaMode, notebook: Notebook) -> None:
     child = int(notebook.must(FORK).text)
+    checkpoints = len(mode.calls("cuCheckpointProcessCheckpoint", mode.pid(notebook)))
     with pytest.raises(ConflictError, match=f"process {child} was forked by the kernel"):
         mode.suspend(notebook)
-    assert not mode.calls("cuCheckpointProcessCheckpoint", mode.pid(notebook))
+    assert len(mode.calls("cuCheckpointProcessCheckpoint", mode.pid(notebook))) == checkpoints
     assert notebook.must(f"os.close(release); os.waitpid(forked, 0)\n{CHECK}").text == "intact\n"
     mode.suspend(notebook)
-    assert mode.calls("cuCheckpointProcessCheckpoint", mode.pid(notebook))
+    assert len(mode.calls("cuCheckpointProcessCheckpoint", mode.pid(notebook))) == checkpoints + 1
     assert notebook.must(CHECK).text == "intact\n"
-    _stopped_it_is_refused_at_once_by_its_pid(mode, notebook)
 
 
-def _stopped_it_is_refused_at_once_by_its_pid(mode: NvidiaMode, notebook: Notebook) -> None:
+def stopped_it_is_refused_at_once_by_its_pid(mode: NvidiaMode, notebook: Notebook) -> None:
     pid = mode.pid(notebook)
     locks = len(mode.calls("cuCheckpointProcessLock", pid))
     until(lambda: not mode.world.lease(notebook.kernel_id).busy, "the cell has ended")
@@ -416,16 +423,12 @@ def stranger(mode: NvidiaMode, mib: int) -> Iterator[None]:
         process.communicate("\n")
 
 
-def test_no_restore_is_tried_where_a_stranger_leaves_too_little_room(mode: NvidiaMode, server: Server) -> None:
-    notebook = mode.start(server)
-    notebook.must(fill(1))
-    for restores, is_seen_before in enumerate((True, False)):
-        _stranger_comes(mode, notebook, restores, is_seen_before=is_seen_before)
-
-
-def _stranger_comes(mode: NvidiaMode, notebook: Notebook, restores: int, *, is_seen_before: bool) -> None:
+def no_restore_is_tried_where_a_stranger_leaves_too_little_room(
+    mode: NvidiaMode, notebook: Notebook, *, is_seen_before: bool
+) -> None:
     """Either before the broker looks for room, or suddenly after it has."""
     pid = mode.pid(notebook)
+    restores = len(mode.calls("cuCheckpointProcessRestore", pid))
     mode.suspend(notebook)
     free_mib = DATA_MIB + CONTEXT_MIB + 16  # room for what is saved, but not for the margin
     with stranger(mode, DEVICE_MIB - free_mib):

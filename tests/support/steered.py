@@ -55,8 +55,8 @@ class SteeredStory(Story):
     def plot(self) -> None:
         (life,) = self.cast(1)
         life.live()
-        self._sizes_and_pins(life)
-        self._moves(life)
+        self.sizes_and_pins(life)
+        self.moves(life)
         self._waits_in_vain(life)
         self._truth_is_looked_for(life)
         self._other_device_is_lost(life)
@@ -108,7 +108,7 @@ class SteeredStory(Story):
     def _await(self, ask: Callable[[SeatClient], bool], what: str) -> None:
         until(lambda: self.steer(ask), what)
 
-    def _sizes_and_pins(self, life: Life) -> None:
+    def sizes_and_pins(self, life: Life) -> None:
         lease_id = self.must(lambda client: self._lease(client, life)).lease_id
         self.must(lambda client: client.pin(lease_id, PinRequest(duration_ms=60_000)))
         self.must(lambda client: client.unpin(lease_id))
@@ -123,7 +123,7 @@ class SteeredStory(Story):
         self.must(lambda client: client.history(lease_id))
         life.live()
 
-    def _moves(self, life: Life) -> None:
+    def moves(self, life: Life) -> None:
         lease_id = self.must(lambda client: self._lease(client, life)).lease_id
         self.must(lambda client: client.move(lease_id, MoveRequest()))
         life.live()
