@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.protocol.status import LeaseStatus
-from tests.e2e.test_background_work import CHILD
+from tests.e2e.test_edges import WORKING_CHILD
 from tests.e2e.test_more_edges import STUCK
 from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
@@ -110,7 +110,7 @@ def held_and_busy(world: World, first: Notebook, second: Notebook) -> None:
     """A kernel whose interpreter is blocked counts as busy while its child works, and is suspended when its counters are quiet."""
     stuck = world.notebooks / "stuck"
     try:
-        child = int(first.must(f"{CHILD}print(child.pid){STUCK}").text)
+        child = int(first.must(f"{WORKING_CHILD}print(child.pid){STUCK}").text)
         before = world.lease(first.kernel_id).suspends
         stuck.touch()
         cell = second.send(fill(2))

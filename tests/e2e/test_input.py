@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fractional_gpu.protocol.messages import ResumeRequest
-from tests.e2e.test_background_work import CHILD
+from tests.e2e.test_edges import WORKING_CHILD
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
@@ -105,7 +105,7 @@ def test_a_kernel_whose_child_works_while_its_cell_waits_for_input_is_not_idle(p
     first, second = two(pair)
     assert world.command("pool", "default", "preempt=never").returncode == 0
     suspends = world.lease(first.kernel_id).suspends
-    asking = first.send(CHILD + ASK + CHECK, stdin=True)
+    asking = first.send(WORKING_CHILD + ASK + CHECK, stdin=True)
     first.prompted()
     cell = second.send(fill(2))
     until(lambda: world.lease(first.kernel_id).working, "the counters show the work")

@@ -12,9 +12,16 @@ import pytest
 
 from tests.support.stories import CHECK, fill
 from tests.support.victims import kill_all, released
-from tests.support.world import Notebook, Server, World, until
+from tests.support.world import Notebook, Server, World, new_world, until
 
 pytestmark = pytest.mark.promise("keep-kernels")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with new_world() as made:
+        yield made
 
 
 @pytest.fixture
@@ -100,25 +107,6 @@ def test_new_servers_find_the_kernels_that_live_whatever_ended_the_last_one(worl
     assert records(world) == []
 
 
-def test_damaged_records_keep_no_server_from_its_start(world: World, servers: Servers) -> None:
-    (name,) = world.install(250)
-    old = servers.start()
-    pids = [int(pid_of(old.start(name))) for _ in range(4)]
-    old.stop()
-    changes: list[dict[str, object]] = [{"connection": 1}, {"provisioner": 1}, {"launching": 1}]
-    changes.append(
-        {"connection_file": str(world.folder / "removed" / "kernel.json")}
-    )  # which cannot be written, and need not be
-    for path, change in zip(records(world), changes, strict=True):
-        path.write_text(json.dumps(json.loads(path.read_text()) | change) + "\n")
-    new = servers.start()
-    (found,) = new.request("GET", "api/kernels")
-    pids.remove(int(pid_of(new.connect(found["id"]))))
-    for pid in pids:
-        os.kill(pid, 0)
-    kill_all(pids)
-
-
 def test_no_server_takes_kernels_of_another_server_or_another_folder(world: World, servers: Servers) -> None:
     """Kernels that are not ours are still shut down with their server."""
     (name,) = world.install(250)
@@ -166,3 +154,22 @@ def test_what_the_next_server_needs_is_put_back_and_a_kernel_is_managed_without_
     assert pid_of(again) != pid
     again.must(fill(2))
     assert again.must(CHECK).text == "intact\n"
+
+
+def test_damaged_records_keep_no_server_from_its_start(world: World, servers: Servers) -> None:
+    (name,) = world.install(250)
+    old = servers.start()
+    pids = [int(pid_of(old.start(name))) for _ in range(3)]
+    old.stop()
+    changes: list[dict[str, object]] = [{"connection": 1}, {"provisioner": 1}]
+    changes.append(
+        {"connection_file": str(world.folder / "removed" / "kernel.json")}
+    )  # which cannot be written, and need not be
+    for path, change in zip(records(world), changes, strict=True):
+        path.write_text(json.dumps(json.loads(path.read_text()) | change) + "\n")
+    new = servers.start()
+    (found,) = new.request("GET", "api/kernels")
+    pids.remove(int(pid_of(new.connect(found["id"]))))
+    for pid in pids:
+        os.kill(pid, 0)
+    kill_all(pids)

@@ -2,9 +2,12 @@
 
 import json
 import re
+from collections.abc import Iterator
+
+import pytest
 
 from tests.support import faults
-from tests.support.pair import NO_TURNS
+from tests.support.shared_server import SharedServer
 from tests.support.stories import SLEEPS
 from tests.support.world import Notebook, Server, World, until
 
@@ -16,6 +19,13 @@ buffer = cuda.allocate(192 << 20)
 buffer.write(b"x" * (1 << 20))
 """
 MORE = "more = cuda.allocate(8 << 20), *globals().get('more', ())\n"
+
+
+@pytest.fixture(scope="module")
+def world(shared_server: SharedServer) -> Iterator[World]:
+    """One broker for all tests of this file."""
+    with shared_server.borrowed() as lent:
+        yield lent
 
 
 def text(shown: list[dict[str, str]]) -> str:
@@ -71,9 +81,9 @@ def a_resize_takes_effect_without_a_restart_and_back(world: World, notebook: Not
 
 
 def test_a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'overlap_resume': True}}")
     (whole,) = world.install(1000)
     notebook = server.start(whole)
+    assert world.command("pool", "default", "overlap_resume=true").returncode == 0
     notebook.must(FILL)
     notebook.send("%gpu suspend")
     world.await_state(notebook.kernel_id, "suspended")
@@ -88,14 +98,15 @@ def test_a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World, 
     assert notebook.wait(request).text == "b'x'\n"
     assert notebook.must("print(buffer.read(1))").text == "b'x'\n"
     assert world.lease(notebook.kernel_id).position is None
+    assert world.command("pool", "default", "overlap_resume=false").returncode == 0
 
 
 def test_a_burst_takes_an_idle_neighbours_room_waits_for_a_busy_one_and_gives_it_back_however_it_ends(
     world: World, server: Server
 ) -> None:
-    world.configure(NO_TURNS)
     (half,) = world.install(500)
     first, second = server.start(half), server.start(half)
+    assert world.command("pool", "default", "preempt=never").returncode == 0
     first.must(FILL)
     second.must(FILL)
     first.must("%%gpu 1\nbig = cuda.allocate(512 << 20)\nbig.write(b'y' * (1 << 20))\nbig.free()\ndel big")
@@ -144,9 +155,9 @@ def waits_says_why_and_can_be_interrupted(world: World, first: Notebook, second:
 def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_veto(
     world: World, server: Server
 ) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'idle_after': '10s', 'warn_before': '9s', 'min_residency': 0}}")
     (whole,) = world.install(1000)
     notebook = server.start(whole)
+    assert world.command("pool", "default", "idle_after=10s", "warn_before=9s", "min_residency=0").returncode == 0
     notebook.must(FILL)
     while True:  # after the cell's end: the kernel is idle
         message = json.loads(notebook.socket.recv())
