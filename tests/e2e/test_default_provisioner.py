@@ -108,27 +108,7 @@ def test_kernels_with_and_without_our_extension_and_of_another_make_take_turns(
     take_turns(world, plain, bare, tiny)
 
 
-def test_a_suspended_kernel_without_our_extension_is_restarted_and_shut_down_in_the_ordinary_time(
-    world: World, server: Server, bare_python: str
-) -> None:
-    first = server.start(bare_spec(world, bare_python))
-    first.must(fill(1))
-    second = server.start("python3")
-    second.must(fill(2))
-    lease = world.await_state(first.kernel_id, "suspended")
-    begun = time.monotonic()
-    first.restart()
-    restarted = world.lease(first.kernel_id)
-    assert restarted.pid != lease.pid
-    assert restarted.state == "resident"  # room had to be made for it again
-    assert world.lease(second.kernel_id).state == "suspended"
-    first.shut_down()
-    assert time.monotonic() - begun < 30
-    assert [each.kernel_id for each in world.status().leases] == [second.kernel_id]
-    assert second.must(CHECK).text == "intact\n"
-
-
-def test_an_interrupt_of_a_kernel_that_is_blocked_on_the_gpu_arrives_once_it_is_back(
+def test_a_kernel_without_our_extension_is_interrupted_once_it_is_back_and_restarted_and_shut_down_in_the_ordinary_time(
     world: World, server: Server, bare_python: str
 ) -> None:
     first = server.start(bare_spec(world, bare_python))
@@ -141,6 +121,19 @@ def test_an_interrupt_of_a_kernel_that_is_blocked_on_the_gpu_arrives_once_it_is_
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")
     assert first.must(CHECK).text == "intact\n"
+
+    assert second.must(CHECK).text == "intact\n"
+    lease = world.await_state(first.kernel_id, "suspended")
+    begun = time.monotonic()
+    first.restart()
+    restarted = world.lease(first.kernel_id)
+    assert restarted.pid != lease.pid
+    assert restarted.state == "resident"  # room had to be made for it again
+    assert world.lease(second.kernel_id).state == "suspended"
+    first.shut_down()
+    assert time.monotonic() - begun < 30
+    assert [each.kernel_id for each in world.status().leases] == [second.kernel_id]
+    assert second.must(CHECK).text == "intact\n"
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

@@ -269,16 +269,14 @@ def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world
 # -- at rest -------------------------------------------------------------------------------------------------------------
 
 
-def test_resident_kernels_work_with_no_broker_at_all(world: World, pair: Pair) -> None:
+def test_resident_kernels_work_with_no_broker_and_a_new_one_finds_at_rest_what_the_old_one_knew(
+    world: World, pair: Pair
+) -> None:
     world.kill_broker()
     assert pair.resident.must(CHECK).text == "intact\n"
     assert world.broker_pid() is None, "a resident kernel needs none"
     cell = pair.begin_turn()  # a suspended one does
     pair.end_turn(cell)
-    pair.finish()
-
-
-def test_a_new_broker_finds_at_rest_what_the_old_one_knew(world: World, pair: Pair) -> None:
     before = {lease.lease_id: lease for lease in settled(world).leases}
     world.kill_broker()
     world.start_broker()
@@ -302,17 +300,24 @@ def test_a_worker_killed_at_rest_is_replaced_when_needed(world: World, pair: Pai
     pair.finish()
 
 
-def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Server, pair: Pair) -> None:
-    for victim in (pair.resident, pair.suspended):
-        pid = world.lease(victim.kernel_id).pid
-        assert pid is not None
-        kill_all([pid])
-        lease = world.await_restart(victim.kernel_id, pid)
-        assert (lease.state, lease.lease.saved_mib) == ("unarmed", 0)
-    first, second = (_again(server, one) for one in (pair.resident, pair.suspended))
+def test_a_kernel_killed_at_rest_leaves_no_reservation_and_comes_back_under_its_lease(
+    world: World, server: Server, pair: Pair
+) -> None:
+    suspended, resident = (world.lease(victim.kernel_id) for victim in (pair.suspended, pair.resident))
+    assert None not in (suspended.pid, resident.pid)
+    kill_all([suspended.pid or 0])
+    world.await_restart(pair.suspended.kernel_id, suspended.pid)
+    second = _again(server, pair.suspended)
+    kill_all([resident.pid or 0])
+    second.must(fill(5, MIB))  # what the dead process held is free at once: no kernel is suspended for it
+    world.await_restart(pair.resident.kernel_id, resident.pid)
+    for before in (suspended, resident):
+        lease = world.lease(before.kernel_id)
+        assert (lease.lease_id, lease.suspends, lease.lease.saved_mib) == (before.lease_id, before.suspends, 0)
+    assert world.lease(pair.resident.kernel_id).state == "unarmed"
+    first = _again(server, pair.resident)
     first.must(fill(4, MIB))
-    second.must(fill(5, MIB))
-    pair.resident, pair.suspended = second, first
+    pair.resident, pair.suspended = first, second
     pair.finish()
 
 

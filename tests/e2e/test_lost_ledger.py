@@ -64,7 +64,9 @@ def lose_everything(world: World) -> None:
         path.unlink()
 
 
-def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_backup_records(world: World, server: Server) -> None:
+def test_lost_kernels_come_back_by_the_backup_records_or_by_a_rescue_that_finds_them_without(
+    world: World, server: Server
+) -> None:
     (quarter, half) = world.install(250, 500)
     first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
     before, after = lost_and_back(world, first)
@@ -81,14 +83,16 @@ def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_backup_records(wo
     for notebook in notebooks:
         assert notebook.must(f"%%cpu\n{CHECK}").text == "intact\n"
         assert notebook.must(CHECK).text == "intact\n"
+    without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(world, notebooks, server.start(quarter))
 
 
-def test_without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(world: World, server: Server) -> None:
+def without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(
+    world: World, notebooks: tuple[Notebook, ...], bare: Notebook
+) -> None:
     """Nothing is guessed: the cell and status name the command that writes the records again, for each sort of kernel."""
-    (quarter, half) = world.install(250, 500)
-    notebooks = [suspended(world, server, quarter, 1), suspended(world, server, half, 2)]
-    bare = server.start(quarter)
     bare.must("%%cpu\nkept = 42")
+    for notebook in notebooks:
+        suspend(world, notebook)
     lose_everything(world)
     found = json.loads(world.command("status", "--json").stdout)
     assert found["leases"] == []

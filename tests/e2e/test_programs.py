@@ -43,7 +43,7 @@ from concurrent.futures import ProcessPoolExecutor
 if __name__ == "__main__":
     print(run(*CODES))
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        print(*pool.map(run, *zip(CODES, CODES, CODES)))
+        print(*pool.map(run, *zip(CODES, CODES)))
 """
 )
 
@@ -79,7 +79,7 @@ def run_program(world: World, program: str) -> str:
 
 @pytest.mark.parametrize(
     ("program", "printed"),
-    [(_POOL_AFTERWARDS, ["intact", "intact intact intact"]), (_SHUT_DOWN_AT_EXIT, ["intact", "ended False"])],
+    [(_POOL_AFTERWARDS, ["intact", "intact intact"]), (_SHUT_DOWN_AT_EXIT, ["intact", "ended False"])],
     ids=["process-pool", "atexit"],
 )
 def test_a_program_goes_on_after_its_first_kernel(world: World, program: str, printed: list[str]) -> None:

@@ -10,9 +10,8 @@ from jupyter_client.multikernelmanager import AsyncMultiKernelManager
 
 from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.managed import client_of, entered, must
-from tests.support.shared_server import SharedServer
 from tests.support.stories import CHECK, SLEEPS, fill
-from tests.support.world import DEADLINE_S, World, new_world, until
+from tests.support.world import DEADLINE_S, World, new_world
 
 MANY = 2
 
@@ -70,30 +69,6 @@ def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, n
     assert_nothing_is_left(world)
     manager.cleanup_resources()  # twice, as some callers do
     assert_nothing_is_left(world)
-
-
-def test_a_kernel_that_crashes_on_a_server_comes_back_under_its_lease(shared_server: SharedServer) -> None:
-    with shared_server.borrowed() as world:
-        server = shared_server.server_of(world)
-        assert server is not None
-        (name,) = world.install(750)
-        crashing, other = server.start(name), server.start(name)
-        crashing.must(fill(1))
-        before = world.lease(crashing.kernel_id)
-        crashing.send("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-        other.must(fill(2))  # the dead process's memory is free at once: no kernel has to be suspended for it
-
-        def attached() -> LeaseStatus | None:
-            lease = world.lease(crashing.kernel_id)
-            return lease if lease.pid not in (None, before.pid) else None
-
-        after = until(attached, "the server starts the kernel again")
-        assert (after.lease_id, after.suspends) == (before.lease_id, 0)
-        crashing.close()
-        again = server.connect(crashing.kernel_id)
-        again.must(fill(3))
-        assert again.must(CHECK).text == "intact\n"
-        assert other.must(CHECK).text == "intact\n"
 
 
 async def test_many_kernels_of_one_async_manager_start_restart_and_end_at_the_same_time(

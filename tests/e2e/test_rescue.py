@@ -39,7 +39,9 @@ def suspended(world: World, server: Server, seed: int, mib: int = 4) -> Notebook
     return notebook
 
 
-def test_a_suspended_kernel_is_rescued_where_no_broker_starts(world: World, server: Server) -> None:
+def test_suspended_kernels_are_rescued_where_no_broker_starts_even_without_a_readable_ledger(
+    world: World, server: Server
+) -> None:
     notebook = suspended(world, server, 1)
     code, _, complaint = rescue(world)
     assert code == 1
@@ -54,10 +56,11 @@ def test_a_suspended_kernel_is_rescued_where_no_broker_starts(world: World, serv
     world.start_broker()  # a broker that can run again finds the kernel on its device
     world.await_state(notebook.kernel_id, "resident")
     assert notebook.must(CHECK).text == "intact\n"
+    without_a_readable_ledger_proc_shows_the_kernels(world, notebook, suspended(world, server, 2))
 
 
-def test_without_a_readable_ledger_proc_shows_the_kernels(world: World, server: Server) -> None:
-    first, second = suspended(world, server, 1), suspended(world, server, 2)
+def without_a_readable_ledger_proc_shows_the_kernels(world: World, first: Notebook, second: Notebook) -> None:
+    world.await_state(first.kernel_id, "suspended")
     world.kill_broker()
     ledger = world.ledger
     ledger.write_bytes(b"not a ledger" * 1000)

@@ -50,7 +50,7 @@ def _told(notebook: Notebook, cell: str) -> str:
     raise AssertionError("the cell ended without a word")
 
 
-def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_other_in_its_running_cell(
+def test_a_deadline_saves_whom_it_can_tells_the_others_and_leaves_running_cells_alone_once_it_is_withdrawn(
     slow: World, server: Server
 ) -> None:
     (name,) = slow.install(250)
@@ -88,15 +88,14 @@ def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_o
     for notebook in (worked, fresh):
         notebook.must(CHECK)
     assert "suspend.drain" in slow.command("explain", worked_id).stdout
+    a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_all_is_as_before(slow, fresh, fresh_id, worked)
 
 
-def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_all_is_as_before(
-    slow: World, server: Server
+def a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_all_is_as_before(
+    slow: World, notebook: Notebook, lease_id: str, idle: Notebook
 ) -> None:
-    (name,) = slow.install(250)
-    notebook, lease_id = _filled(slow, server, name, 1)
-    idle, _ = _filled(slow, server, name, 2)
     until(lambda: not slow.lease(idle.kernel_id).busy, "the kernel idles")
+    before = slow.lease(notebook.kernel_id)
     end = slow.folder / "end"
     cell = begin_work(slow, notebook, end)
     assert slow.command("drain", "0", "--deadline", "10m").returncode == 0
@@ -111,7 +110,7 @@ def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_all_is_as_be
     end.touch()
     assert notebook.wait(cell).status == "ok"
     after = slow.lease(notebook.kernel_id)
-    assert (after.suspends, after.goes_away_in_ms) == (0, None)
+    assert (after.suspends, after.goes_away_in_ms) == (before.suspends, None)
     (device,) = slow.status().devices
     assert (device.draining, device.goes_away_in_ms, device.leases_saved) == (False, None, 0)
     assert "revocation.withdrawn" in slow.command("explain", lease_id).stdout
@@ -157,8 +156,17 @@ def test_a_hosts_notice_is_told_beneath_the_last_cell_and_taken_back_there(world
     assert "revocation.host-stays" in story
 
 
-def test_a_restarted_broker_keeps_the_deadline(world: World) -> None:
+def test_a_notice_in_a_file_drains_the_devices_and_gives_them_back_and_a_restarted_broker_keeps_a_deadline(
+    world: World,
+) -> None:
+    path = world.folder / "revoked"
+    world.configure(f"c.GPUBroker.revocation_notice = {str(path)!r}\nc.GPUBroker.revocation_drains = True")
     world.start_broker("2x1GiB")
+    path.touch()
+    until(lambda: all(one.goes_away_in_ms is not None for one in world.status().devices), "both go away")
+    path.unlink()
+    until(lambda: not any(one.draining for one in world.status().devices), "both are given back")
+
     assert world.command("drain", "0", "--deadline", "10m").returncode == 0
     (before,) = [one.goes_away_in_ms for one in world.status().devices if one.draining]
     world.kill_broker()
@@ -168,13 +176,3 @@ def test_a_restarted_broker_keeps_the_deadline(world: World) -> None:
     assert after is not None
     assert 0 < after <= before
     assert "it goes away in" in world.command("status").stdout
-
-
-def test_a_notice_in_a_file_drains_the_devices_and_gives_them_back(world: World) -> None:
-    path = world.folder / "revoked"
-    world.configure(f"c.GPUBroker.revocation_notice = {str(path)!r}\nc.GPUBroker.revocation_drains = True")
-    world.start_broker("2x1GiB")
-    path.touch()
-    until(lambda: all(one.goes_away_in_ms is not None for one in world.status().devices), "both go away")
-    path.unlink()
-    until(lambda: not any(one.draining for one in world.status().devices), "both are given back")

@@ -67,8 +67,8 @@ def wait_of(notebook: Notebook, world: World, neighbour: Notebook, kind: str) ->
     assert after.state != "resident" or after.suspends > before.suspends
 
 
-def _configure(world: World, preempt: str, more: str = "", turn_s: float = TURN_S) -> None:
-    policy = {"min_residency": f"{turn_s:g}s", "min_residency_swaps": 1} | ({"preempt": preempt} if preempt else {})
+def _configure(world: World, preempt: str, more: str = "") -> None:
+    policy = {"min_residency": f"{TURN_S:g}s", "min_residency_swaps": 1} | ({"preempt": preempt} if preempt else {})
     world.configure(f"c.GPUBroker.pools = {{'default': {policy!r}}}\n{more}")
 
 
@@ -80,16 +80,23 @@ def small_cells(world: World, first: Notebook, second: Notebook, pause_s: float)
     second.must(CHECK)
 
 
-def two_kernels(world: World, server: Server, turn_s: float = TURN_S) -> tuple[Notebook, Notebook]:
-    _configure(world, "", turn_s=turn_s)
+@pytest.mark.promise("race-unused-room")
+def test_a_kernel_makes_room_after_its_turn_whatever_it_does(world: World, server: Server) -> None:
+    _configure(world, "")
     (name,) = world.install(1000)
-    return server.start(name), server.start(name)
+    first, second = server.start(name), server.start(name)
+    first.must("1 + 1")
+    small_cells(world, first, second, pause_s=0.05)  # it has no context yet
+    its_cell_keeps_its_room_and_the_wait_says_what_to_do(world, first, second)
+    a_pool_may_take_the_room_until_the_cell_uses_it(world, first, second)
+    turn = ("preempt=fair", f"min_residency={SHORT_TURN_S:g}s")
+    assert world.command("pool", "default", *turn).returncode == 0
+    small_cells_one_that_never_ends_and_another_program_make_room(world, first, second)
 
 
-def test_small_cells_one_that_never_ends_and_another_program_make_room_after_their_turn(
-    world: World, server: Server
+def small_cells_one_that_never_ends_and_another_program_make_room(
+    world: World, first: Notebook, second: Notebook
 ) -> None:
-    first, second = two_kernels(world, server, SHORT_TURN_S)
     first.must(ALLOCATE)
     small_cells(world, first, second, pause_s=0.0)
     first.must(CHECK)
@@ -107,17 +114,6 @@ def test_small_cells_one_that_never_ends_and_another_program_make_room_after_the
 
 
 UNTIL = "import pathlib, time\nwhile not pathlib.Path({go!r}).exists():\n    time.sleep(0.01)\n"
-
-
-@pytest.mark.promise("race-unused-room")
-def test_a_kernel_without_a_context_makes_room_after_its_turn_or_when_the_pool_says_so(
-    world: World, server: Server
-) -> None:
-    first, second = two_kernels(world, server)
-    first.must("1 + 1")
-    small_cells(world, first, second, pause_s=0.05)
-    its_cell_keeps_its_room_and_the_wait_says_what_to_do(world, first, second)
-    a_pool_may_take_the_room_until_the_cell_uses_it(world, first, second)
 
 
 def looked(world: World) -> bool:

@@ -142,9 +142,17 @@ def test_a_broker_without_leases_ends_with_its_folder_and_one_with_leases_after_
     until(lambda: claim_holder(world.socket) is None, "it has ended after its lease")
 
 
-def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Server) -> None:
-    """It waits for a swap before it re-executes itself; the next broker has everything it wrote meanwhile."""
+def test_the_tools_find_a_broker_whose_files_are_gone_and_one_that_is_to_end_while_it_repairs_ends(
+    world: World, server: Server
+) -> None:
     notebook = suspended(world, server, 1)
+    the_tools_find_a_broker_whose_files_are_gone(world, notebook)
+    suspend(world, notebook)
+    a_broker_that_is_to_end_while_it_repairs_ends(world, notebook)
+
+
+def a_broker_that_is_to_end_while_it_repairs_ends(world: World, notebook: Notebook) -> None:
+    """It waits for a swap before it re-executes itself; the next broker has everything it wrote meanwhile."""
     broker = pid_of(world)
     store = Store(world.simulated_folder)
     configure(store, restore_mib_s=8)
@@ -193,26 +201,6 @@ def test_a_broker_that_is_to_serve_for_ever_puts_its_folder_back(world: World) -
     broker = pid_of(world)
     remove(run(world))
     until(lambda: world.broker_pid() == broker or None, "its socket is back")
-
-
-def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Server) -> None:
-    """While stopped it cannot put them back: its callers learn its process and what to do."""
-    notebook = suspended(world, server, 1)
-    broker = pid_of(world)
-    stop(broker)
-    try:
-        remove(run(world))  # meanwhile its kernel may put its token back
-        done = world.command("rescue")
-        assert done.returncode == 1
-        assert f"a broker is running on {world.socket} (process {broker})" in done.stderr
-        assert "jupyter gpu broker --stop" in done.stderr
-        assert "Errno" not in done.stderr
-    finally:
-        os.kill(broker, signal.SIGCONT)
-    done = world.command("status", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["pid"] == broker, "it waited for the socket's return"
-    assert notebook.must(CHECK).text == "intact\n"
 
 
 def test_a_folder_that_another_made_meanwhile_is_not_used_and_a_broker_that_stays_away_is_named(world: World) -> None:
@@ -265,6 +253,25 @@ def remove_place(place: Path) -> None:
         place.unlink()
     else:
         place.rmdir()
+
+
+def the_tools_find_a_broker_whose_files_are_gone(world: World, notebook: Notebook) -> None:
+    """While stopped it cannot put them back: its callers learn its process and what to do."""
+    broker = pid_of(world)
+    stop(broker)
+    try:
+        remove(run(world))  # meanwhile its kernel may put its token back
+        done = world.command("rescue")
+        assert done.returncode == 1
+        assert f"a broker is running on {world.socket} (process {broker})" in done.stderr
+        assert "jupyter gpu broker --stop" in done.stderr
+        assert "Errno" not in done.stderr
+    finally:
+        os.kill(broker, signal.SIGCONT)
+    done = world.command("status", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["pid"] == broker, "it waited for the socket's return"
+    assert notebook.must(CHECK).text == "intact\n"
 
 
 def a_broker_that_stays_away_is_named(world: World) -> None:
