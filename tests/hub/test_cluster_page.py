@@ -1,13 +1,11 @@
-"""The page of a cluster: what each user sees, what it does when Slurm does not answer, and how it looks in a real browser."""
+"""The page of a cluster: what each user sees, and what it does when Slurm does not answer; how it looks is in test_service_browser.py."""
 
 import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import pytest
-from playwright.sync_api import Page, expect
 from traitlets.config import Config
 
 from fractional_gpu.config import ConfigError
@@ -27,11 +25,7 @@ from fractional_gpu_hub.service.cluster import (
     reader_of,
 )
 from fractional_gpu_hub.service.views import Viewer
-from tests.e2e.browser import opened_browser
 from tests.hub.test_service_usage import Service, service
-from tests.support.axe import SMALL_PX, assert_accessible_in_any_look
-from tests.support.screenshots import take
-from tests.support.world import until
 
 pytestmark = pytest.mark.promise("accessibility")
 
@@ -193,58 +187,6 @@ async def test_the_page_is_for_users_with_the_scope_and_shows_no_names_of_others
             assert (await pages.get(path, "grace")).status == 404, "of a machine with a broker"
 
     await with_page(monkeypatch, look)
-
-
-async def test_the_page_is_readable_on_any_screen_and_follows_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def look(pages: Service, slurm: Slurm) -> None:
-        await asyncio.to_thread(_look, f"http://127.0.0.1:{pages.port}/services/gpu/", slurm)
-
-    await with_page(monkeypatch, look)
-
-
-def _look(address: str, slurm: Slurm) -> None:
-    complaints: list[str] = []
-    with opened_browser() as browser:
-        page = browser.new_context(extra_http_headers={"Authorization": "token grace"}).new_page()
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.goto(address)
-        expect(page.locator("#nodes tr").filter(has_text="gpu01")).to_contain_text("0.75 GPUs at once")
-        expect(page.get_by_role("table", name="Servers")).to_contain_text("bob")
-        expect(page.locator("#simulated")).to_be_visible()
-        page.set_viewport_size({"width": 1200, "height": 720})
-        take(page, "hub-cluster")
-        assert_accessible_in_any_look(page)
-        _a_wide_table_is_scrolled_by_keyboard(page)
-        started = replace(slurm.there.servers[1], state="running", node="gpu03")
-        slurm.there = replace(slurm.there, servers=[slurm.there.servers[0], started])
-        expect(page.get_by_role("status")).to_have_text("job 12 of bob: running")
-        slurm.problem = "Slurm does not answer"
-        expect(page.locator("#problem")).to_contain_text("may be out of date: Slurm does not answer")
-        expect(page.locator("#nodes tr").filter(has_text="gpu01")).to_be_visible()
-        slurm.problem = ""
-        expect(page.locator("#problem")).to_be_hidden()
-    assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
-
-
-def _a_wide_table_is_scrolled_by_keyboard(page: Page) -> None:
-    """The page has no buttons: after the link only tables wider than the screen can get the focus. On phones none are."""
-    nodes = page.get_by_role("region", name="Nodes")
-    link = page.get_by_role("link", name="Hub")
-    link.focus()
-    page.keyboard.press("Tab")
-    expect(nodes).not_to_be_focused()
-    size = page.viewport_size
-    assert size is not None
-    page.set_viewport_size({"width": SMALL_PX, "height": size["height"]})
-    expect(nodes).to_have_attribute("tabindex", "-1")
-    page.set_viewport_size({"width": 800, "height": size["height"]})
-    expect(nodes).to_have_attribute("tabindex", "0")
-    link.focus()
-    page.keyboard.press("Tab")
-    expect(nodes).to_be_focused()
-    page.keyboard.press("ArrowRight")
-    until(lambda: nodes.evaluate("box => box.scrollLeft > 0"), "the table is scrolled")
-    page.set_viewport_size(size)
 
 
 @pytest.mark.parametrize(

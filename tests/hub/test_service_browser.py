@@ -2,9 +2,14 @@
 
 import asyncio
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,11 +17,14 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect
 
 from fractional_gpu.broker.accounting.habits import offered_shares
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind
+from fractional_gpu_hub.service.broker_follower import StartupPlaceholder
 from tests.e2e.browser import new_page, opened_browser
 from tests.hub.month_of_use import month_of_use
-from tests.hub.test_service_usage import broker, service
-from tests.support.axe import assert_accessible, assert_accessible_in_any_look
+from tests.hub.test_cluster_page import Slurm, with_page
+from tests.hub.test_service_usage import Service, broker, service
+from tests.support.axe import SMALL_PX, assert_accessible, assert_accessible_in_any_look
 from tests.support.hub import HubWorld, new_hub
+from tests.support.ports import free_port
 from tests.support.screenshots import take
 from tests.support.service_page import PAGE, Member
 from tests.support.share_days import days_of_little_use
@@ -42,6 +50,24 @@ while not pathlib.Path({go!r}).exists():
     time.sleep(0.05)
 print("finished")
 """
+
+
+Seen = Callable[..., Future[None]]
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[Seen]:
+    """Calls a function with a browser, in the browser's own thread: the tests' one may have an event loop."""
+    with ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+        browser = thread.submit(stack.enter_context, opened_browser()).result()
+        yield lambda look, *given: thread.submit(_look_and_close, browser, look, *given)
+        thread.submit(stack.close).result()
+
+
+def _look_and_close(browser: Browser, look: Callable[..., None], *given: object) -> None:
+    look(browser, *given)
+    for context in browser.contexts:
+        context.close()
 
 
 @pytest.fixture
@@ -247,68 +273,70 @@ def an_administrator_suspends_drains_and_may_evict_by_keyboard(
 
 @pytest.mark.timeout(600)
 def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_turns(
-    hub: HubWorld, tmp_path: Path
+    seen: Seen, hub: HubWorld, tmp_path: Path
 ) -> None:
     Member(hub, "grace")  # the service is up, and she is a user of the hub
-    with opened_browser() as browser:
-        ada = logged_in(browser, hub, "ada")
-        ada.goto(f"{hub.url}hub/spawn")
-        ada.get_by_label("3/4 GPU, 768 MiB").check()
-        take(ada, "hub-spawn")
-        assert_accessible_in_any_look(ada, ".gpu-choice")
-        ada.get_by_role("button", name=re.compile("Start", re.IGNORECASE)).click()
-        hub.await_server("ada")
-        first = hub.connect("ada").start("fractional-gpu-default-750")
-        first.must(fill(1, 32))
-
-        grace = logged_in(browser, hub, "grace")
-        grace.goto(hub.url + PAGE)
-        grace.set_viewport_size({"width": 1360, "height": 980})
-        kernels, devices = grace.locator("#kernels"), grace.locator("#devices")
-        row = kernels.get_by_role("row").filter(has_text="ada")
-        expect(row).to_contain_text("idle on the GPU")
-        expect(row).to_contain_text("of 768 MiB on the GPU")
-
-        second = hub.server("bob", pool="default", fraction="3/4").start("fractional-gpu-default-750")
-        go = tmp_path / "go"
-        running = second.send(fill(2, 32) + BUSY.format(go=str(go)))
-        expect(row).to_contain_text("suspended")  # live: the page is not reloaded
-        expect(row).to_contain_text("in host memory")
-        expect(kernels.get_by_role("row").filter(has_text="bob")).to_contain_text("in use")
-        waiting = first.send(CHECK)
-        expect(row).to_contain_text("waits, place 1")
-        take(grace, "hub-page")
-        assert_accessible_in_any_look(grace)
-        a_phone_shows_whole_words_and_scrolls_one_way(grace)
-
-        ada.goto(hub.url + PAGE)
-        expect(ada.locator("#kernels")).to_contain_text("waits, place 1")
-        expect(ada.locator("#devices")).to_contain_text("1 of other users with 768 MiB")
-        expect(ada.locator("body")).not_to_contain_text("bob")
-        expect(ada.get_by_role("button", name=re.compile("Drain|Evict|Move|Edit"))).to_have_count(0)
-        assert_accessible_in_any_look(ada)
-        a_user_reads_their_own_usage(ada)
-        an_administrator_reads_everybodys(grace, hub)
-        grace.goto(hub.url + PAGE)
-
-        go.touch()
-        assert second.wait(running).text == "finished\n"
-        assert first.wait(waiting).text == "intact\n"
-        expect(row).to_contain_text("idle on the GPU")
-        first_device = devices.get_by_role("row").filter(has_text="GPU 0")
-        every_dialog_can_be_left_by_keyboard(grace, row, first_device)
-        an_administrator_suspends_drains_and_may_evict_by_keyboard(grace, row, first_device)
-        an_administrator_changes_a_pools_settings_by_keyboard(grace)
-        assert first.must(CHECK).text == "intact\n"
-        a_third_server_waits_for_its_place(browser, hub)
-
-        hub.world.kill_broker()
-        expect(grace.locator("#problem")).to_contain_text("may be out of date")
-        expect(grace.locator("#problem")).to_be_hidden()  # the hub has started another one
-        expect(row).to_contain_text("ada")
+    seen(_look_at_hub, hub, tmp_path / "go").result()
 
 
-async def test_weeks_of_use_can_be_read_on_any_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def _look_at_hub(browser: Browser, hub: HubWorld, go: Path) -> None:
+    ada = logged_in(browser, hub, "ada")
+    ada.goto(f"{hub.url}hub/spawn")
+    ada.get_by_label("3/4 GPU, 768 MiB").check()
+    take(ada, "hub-spawn")
+    assert_accessible_in_any_look(ada, ".gpu-choice")
+    ada.get_by_role("button", name=re.compile("Start", re.IGNORECASE)).click()
+    hub.await_server("ada")
+    first = hub.connect("ada").start("fractional-gpu-default-750")
+    first.must(fill(1, 32))
+
+    grace = logged_in(browser, hub, "grace")
+    grace.goto(hub.url + PAGE)
+    grace.set_viewport_size({"width": 1360, "height": 980})
+    kernels, devices = grace.locator("#kernels"), grace.locator("#devices")
+    row = kernels.get_by_role("row").filter(has_text="ada")
+    expect(row).to_contain_text("idle on the GPU")
+    expect(row).to_contain_text("of 768 MiB on the GPU")
+
+    second = hub.server("bob", pool="default", fraction="3/4").start("fractional-gpu-default-750")
+    running = second.send(fill(2, 32) + BUSY.format(go=str(go)))
+    expect(row).to_contain_text("suspended")  # live: the page is not reloaded
+    expect(row).to_contain_text("in host memory")
+    expect(kernels.get_by_role("row").filter(has_text="bob")).to_contain_text("in use")
+    waiting = first.send(CHECK)
+    expect(row).to_contain_text("waits, place 1")
+    take(grace, "hub-page")
+    assert_accessible_in_any_look(grace)
+    a_phone_shows_whole_words_and_scrolls_one_way(grace)
+
+    ada.goto(hub.url + PAGE)
+    expect(ada.locator("#kernels")).to_contain_text("waits, place 1")
+    expect(ada.locator("#devices")).to_contain_text("1 of other users with 768 MiB")
+    expect(ada.locator("body")).not_to_contain_text("bob")
+    expect(ada.get_by_role("button", name=re.compile("Drain|Evict|Move|Edit"))).to_have_count(0)
+    assert_accessible_in_any_look(ada)
+    a_user_reads_their_own_usage(ada)
+    an_administrator_reads_everybodys(grace, hub)
+    grace.goto(hub.url + PAGE)
+
+    go.touch()
+    assert second.wait(running).text == "finished\n"
+    assert first.wait(waiting).text == "intact\n"
+    expect(row).to_contain_text("idle on the GPU")
+    first_device = devices.get_by_role("row").filter(has_text="GPU 0")
+    every_dialog_can_be_left_by_keyboard(grace, row, first_device)
+    an_administrator_suspends_drains_and_may_evict_by_keyboard(grace, row, first_device)
+    an_administrator_changes_a_pools_settings_by_keyboard(grace)
+    assert first.must(CHECK).text == "intact\n"
+    a_third_server_waits_for_its_place(browser, hub)
+
+    hub.world.kill_broker()
+    expect(grace.locator("#problem")).to_contain_text("may be out of date")
+    expect(grace.locator("#problem")).to_be_hidden()  # the hub has started another one
+    expect(row).to_contain_text("ada")
+
+
+async def test_weeks_of_use_can_be_read_on_any_screen(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(month_of_use(int(time.time())))
     with broker("own", rows) as live:
 
@@ -321,7 +349,7 @@ async def test_weeks_of_use_can_be_read_on_any_screen(monkeypatch: pytest.Monkey
 
         live.on_loop(load)
         async with service(live.socket, monkeypatch) as pages:
-            await asyncio.to_thread(_look_at_weeks, f"http://127.0.0.1:{pages.port}/services/gpu/usage")
+            await asyncio.wrap_future(seen(_look_at_weeks, f"http://127.0.0.1:{pages.port}/services/gpu/usage"))
 
 
 def _complain(complaints: list[str], message: ConsoleMessage) -> None:
@@ -329,22 +357,112 @@ def _complain(complaints: list[str], message: ConsoleMessage) -> None:
         complaints.append(message.text)
 
 
-def _look_at_weeks(address: str) -> None:
-    with opened_browser() as browser:
-        since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * 86_400))  # a new month may have just begun
-        dates = f"period=dates&since={since}"
-        for user, path, by in (("grace", f"/all?by=user&{dates}", "By user"), ("ada", f"?{dates}", "By notebook")):
-            context = browser.new_context(extra_http_headers={"Authorization": f"token {user}"})
-            page = context.new_page()
-            complaints: list[str] = []
-            page.on("console", partial(_complain, complaints))
-            page.set_viewport_size({"width": 1100, "height": 1020})
-            page.goto(f"{address}{path}")
-            expect(page.get_by_role("heading", name=by, exact=True)).to_be_visible()
-            expect(page.locator("svg.days rect.busy").first).to_be_visible()
-            expect(page.locator("ul.advice > li")).to_have_count({"grace": 2, "ada": 1}[user])
-            if user == "grace":
-                take(page, "hub-usage")
-            assert_accessible_in_any_look(page)
-            assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
-            context.close()
+def _look_at_weeks(browser: Browser, address: str) -> None:
+    since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * 86_400))  # a new month may have just begun
+    dates = f"period=dates&since={since}"
+    for user, path, by in (("grace", f"/all?by=user&{dates}", "By user"), ("ada", f"?{dates}", "By notebook")):
+        context = browser.new_context(extra_http_headers={"Authorization": f"token {user}"})
+        page = context.new_page()
+        complaints: list[str] = []
+        page.on("console", partial(_complain, complaints))
+        page.set_viewport_size({"width": 1100, "height": 1020})
+        page.goto(f"{address}{path}")
+        expect(page.get_by_role("heading", name=by, exact=True)).to_be_visible()
+        expect(page.locator("svg.days rect.busy").first).to_be_visible()
+        expect(page.locator("ul.advice > li")).to_have_count({"grace": 2, "ada": 1}[user])
+        if user == "grace":
+            take(page, "hub-usage")
+        assert_accessible_in_any_look(page)
+        assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
+
+
+async def test_the_page_of_a_cluster_is_readable_on_any_screen_and_follows_it(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look(pages: Service, slurm: Slurm) -> None:
+        await asyncio.wrap_future(seen(_look_at_cluster, f"http://127.0.0.1:{pages.port}/services/gpu/", slurm))
+
+    await with_page(monkeypatch, look)
+
+
+def _look_at_cluster(browser: Browser, address: str, slurm: Slurm) -> None:
+    complaints: list[str] = []
+    context = browser.new_context(extra_http_headers={"Authorization": "token grace"})
+    page = context.new_page()
+    page.on("console", partial(_complain, complaints))
+    page.goto(address)
+    expect(page.locator("#nodes tr").filter(has_text="gpu01")).to_contain_text("0.75 GPUs at once")
+    expect(page.get_by_role("table", name="Servers")).to_contain_text("bob")
+    expect(page.locator("#simulated")).to_be_visible()
+    page.set_viewport_size({"width": 1200, "height": 720})
+    take(page, "hub-cluster")
+    assert_accessible_in_any_look(page)
+    _a_wide_table_is_scrolled_by_keyboard(page)
+    started = replace(slurm.there.servers[1], state="running", node="gpu03")
+    slurm.there = replace(slurm.there, servers=[slurm.there.servers[0], started])
+    expect(page.get_by_role("status")).to_have_text("job 12 of bob: running")
+    slurm.problem = "Slurm does not answer"
+    expect(page.locator("#problem")).to_contain_text("may be out of date: Slurm does not answer")
+    expect(page.locator("#nodes tr").filter(has_text="gpu01")).to_be_visible()
+    slurm.problem = ""
+    expect(page.locator("#problem")).to_be_hidden()
+    assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
+
+
+def _a_wide_table_is_scrolled_by_keyboard(page: Page) -> None:
+    """The page has no buttons: after the link only tables wider than the screen can get the focus. On phones none are."""
+    nodes = page.get_by_role("region", name="Nodes")
+    link = page.get_by_role("link", name="Hub")
+    link.focus()
+    page.keyboard.press("Tab")
+    expect(nodes).not_to_be_focused()
+    size = page.viewport_size
+    assert size is not None
+    page.set_viewport_size({"width": SMALL_PX, "height": size["height"]})
+    expect(nodes).to_have_attribute("tabindex", "-1")
+    page.set_viewport_size({"width": 800, "height": size["height"]})
+    expect(nodes).to_have_attribute("tabindex", "0")
+    link.focus()
+    page.keyboard.press("Tab")
+    expect(nodes).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    until(lambda: nodes.evaluate("box => box.scrollLeft > 0"), "the table is scrolled")
+    page.set_viewport_size(size)
+
+
+class _Ready(BaseHTTPRequestHandler):
+    """The service that takes over."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<p>here it is</p>")
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing: all requests are the test's."""
+
+
+def test_a_page_that_came_early_is_accessible_and_turns_into_the_services_by_itself(seen: Seen) -> None:
+    seen(_look_early).result()
+
+
+def _look_early(browser: Browser) -> None:
+    port = free_port()
+    early = StartupPlaceholder(f"http://127.0.0.1:{port}")
+    page = browser.new_page()
+    page.goto(f"http://127.0.0.1:{port}/services/gpu/")
+    expect(page.get_by_role("status")).to_contain_text("it appears in a moment")
+    assert_accessible_in_any_look(page)
+    server = HTTPServer(("127.0.0.1", port), _Ready, bind_and_activate=False)
+    server.socket.close()
+    server.socket = early.hand_over()
+    server.socket.setblocking(True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        expect(page.get_by_text("here it is")).to_be_visible()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

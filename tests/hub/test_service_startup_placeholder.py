@@ -3,15 +3,11 @@
 import http.client
 import socket
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from playwright.sync_api import expect
 
 from fractional_gpu_hub.service import broker_follower
 from fractional_gpu_hub.service.broker_follower import StartupPlaceholder
-from tests.e2e.browser import opened_browser
-from tests.support.axe import assert_accessible_in_any_look
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.promise("accessibility")
@@ -32,41 +28,6 @@ def test_an_early_request_is_told_to_repeat_and_none_is_lost() -> None:
         peer, address = listener.accept()
         with peer:
             assert address == late.getsockname(), "who came meanwhile is the service's"
-
-
-class _Ready(BaseHTTPRequestHandler):
-    """The service that takes over."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(b"<p>here it is</p>")
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing: all requests are the test's."""
-
-
-def test_a_page_that_came_early_is_accessible_and_turns_into_the_services_by_itself() -> None:
-    port = free_port()
-    early = StartupPlaceholder(f"http://127.0.0.1:{port}")
-    with opened_browser() as browser:
-        page = browser.new_page()
-        page.goto(f"http://127.0.0.1:{port}/services/gpu/")
-        expect(page.get_by_role("status")).to_contain_text("it appears in a moment")
-        assert_accessible_in_any_look(page)
-        server = HTTPServer(("127.0.0.1", port), _Ready, bind_and_activate=False)
-        server.socket.close()
-        server.socket = early.hand_over()
-        server.socket.setblocking(True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            expect(page.get_by_text("here it is")).to_be_visible()
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
 
 
 def test_one_who_says_nothing_does_not_keep_the_service_from_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_the_page_fits_its_window_and_loads_nothing(browser: Browser, tmp_path: 
 
 def test_axe_finds_nothing_on_the_page_in_any_look(browser: Browser, tmp_path: Path) -> None:
     """With advice and in several pools, as for an administrator, and of a time without use."""
-    large = replace(week(), advice=[replace(ADVICE, notebook="a-notebook-with-a-long-name" * 4 + ".ipynb")])
+    large = replace(week(days=2), advice=[replace(ADVICE, notebook="a-notebook-with-a-long-name" * 4 + ".ipynb")])
     for report, by in ((large, ["user", "day"]), (report_of([]), ["user"])):
         file = tmp_path / "use.html"
         file.write_text(page(report, by, made_by="jupyter gpu report", zone=UTC))
