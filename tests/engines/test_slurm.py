@@ -1,18 +1,25 @@
-"""A real Slurm of two nodes, each with a broker and an agent, without control groups: counts, jobs with real kernels, failures."""
+"""A real Slurm of two nodes, each with a broker and an agent, without control groups: counts, jobs with real kernels, failures.
+
+Sessions of examples/ondemand are submitted, opened and ended as Open OnDemand does.
+"""
 
 import json
 import os
 import re
 import signal
+import sys
+import urllib.error
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import websocket
 
 from fractional_gpu.engines.slurm import Slurm
 from fractional_gpu.protocol.nodes import parse_summary
-from tests.support.paths import ROOT
+from tests.support.ondemand import PORTAL, Browser, Session
+from tests.support.paths import QUICK, ROOT
 from tests.support.slurm import GRES, Cluster
 from tests.support.slurm_job import JobKernel
 from tests.support.slurm_nodes import GPUNode, gpu_nodes
@@ -60,7 +67,7 @@ def share(node: GPUNode, use: str) -> None:
 
 
 def await_open(slurm: Cluster, milli: int, name: str = "n1") -> None:
-    until(lambda: slurm.opened_milli(name) == milli, f"{name} is open for {milli}")
+    until(lambda: slurm.opened_milli(name) == milli, f"{name} is open for {milli}", pause_s=0.1)
 
 
 def test_a_third_job_is_admitted_because_others_idle_and_no_byte_of_them_is_lost(
@@ -293,22 +300,25 @@ NOTEBOOK = {
     "nbformat": 4,
     "nbformat_minor": 5,
 }
-PROGRAMS = {
-    "nbclient": "-c 'import nbclient, nbformat; nbclient.execute(nbformat.read(\"it.ipynb\", 4))'",
-    "papermill": "-m papermill --log-level ERROR --no-progress-bar it.ipynb done.ipynb",
-    "nbconvert": "-m nbconvert --execute --to notebook --log-level ERROR --output done.ipynb it.ipynb",
-}
+PAPERMILL = "-m papermill --log-level ERROR --no-progress-bar it.ipynb done.ipynb"
+# One interpreter for both, as they import the same.
+ALL = """-c '
+from nbconvert import nbconvertapp
+from papermill import cli
+nbconvertapp.main(["--execute", "--to=notebook", "--log-level=ERROR", "--output=done.ipynb", "it.ipynb"])
+cli.papermill(["--log-level=ERROR", "--no-progress-bar", "it.ipynb", "done.ipynb"])
+'"""
 
 
-@pytest.mark.parametrize("ours", [True, False])
 def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_package_and_work_without_it(
-    slurm: Cluster, tmp_path: Path, ours: bool
+    slurm: Cluster, tmp_path: Path
 ) -> None:
-    """One job runs all three programs, each of which starts an ordinary `python3`."""
-    new_environment(tmp_path / "env", tmp_path / "env", ours=ours)
+    """One job runs all programs, each of which starts an ordinary `python3`."""
+    for name, ours in (("with", True), ("without", False)):
+        new_environment(tmp_path / name, tmp_path / name, ours=ours)
     (tmp_path / "it.ipynb").write_text(json.dumps(NOTEBOOK).replace("OUT", str(tmp_path / "out")))
-    lines = [f"env/bin/python -P {words}" for words in PROGRAMS.values()]
-    script = "\n".join(["unset PYTHONPATH", f"cd {tmp_path}", "set -e", *lines, "echo all ran"])
+    lines = [f"with/bin/python -P {ALL}", f"without/bin/python -P {PAPERMILL}"]
+    script = "\n".join([f"export PYTHONPATH={QUICK}", f"cd {tmp_path}", "set -e", *lines, "echo all ran"])
     job = slurm.sbatch(script, HALF, "-w", "n1", "--mem=900")
     slurm.await_end(job)
     assert slurm.output(job).endswith("all ran\n"), slurm.output(job)
@@ -316,7 +326,58 @@ def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_packag
         "1/2 GPU for the kernels of environments that have jupyter-fractional-gpu; other kernels and programs see no GPU"
         in slurm.output(job)
     )
-    assert (tmp_path / "out").read_text() == f"{ours} " * len(PROGRAMS)
+    assert (tmp_path / "out").read_text() == "True True False "
+
+
+ONDEMAND = ROOT / "examples" / "ondemand"
+
+
+def test_kernels_of_an_ondemand_session_have_the_share_of_its_form_until_the_session_ends(
+    slurm: Cluster, nodes: list[GPUNode], tmp_path: Path
+) -> None:
+    environment, home = tmp_path / "environment", tmp_path / "home"
+    home.mkdir()
+    new_environment(environment, environment, ours=True)
+    for name in ("share", "etc"):  # JupyterLab's pages, and the server's extensions
+        (environment / name).symlink_to(Path(sys.prefix, name))
+    script = environment / "bin" / "jupyter-lab"
+    script.write_text(f'#!/bin/sh\nexec {environment}/bin/python -P -m jupyterlab --allow-root "$@"\n')
+    script.chmod(0o755)
+    site = f"export HOME={home} PYTHONPATH={QUICK}"
+    session = Session(slurm, ONDEMAND, tmp_path / "session", site=site, environment=str(environment), portal=PORTAL)
+    connection = session.connection()
+    assert (session.folder / "jupyter_server_config.py").stat().st_mode & 0o077 == 0
+    browser = Browser(connection, session.view())
+    assert browser.page == f"/node/{connection['host']}/{connection['port']}/lab"
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        Browser(connection, session.view().replace(connection["password"], "guessed"))
+
+    notebook = browser.start("python3")
+    with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
+        browser.channel(notebook.kernel_id, "another", "https://other.example.org")
+    reply = notebook.run(FILL.format(seed=1, rest=1))
+    assert reply.text == "0\n", reply
+    node = next(node for node in nodes if node.node.name == slurm.job(session.job)["NodeList"])
+    (lease,) = node.status().leases
+    assert (lease.state, lease.spec.fraction_milli) == ("resident", 250)
+    browser.hang_up()
+
+    browser.request("POST", "api/shutdown")  # JupyterLab's menu
+    slurm.await_job(session.job, "COMPLETED")
+    until(lambda: not node.lease_states(), "no lease is left")
+    until(lambda: not list(node.seats.glob("*")), "no file of a seat is left")
+    with node.client() as client:
+        assert client.seats().seats == []
+
+
+def test_an_ondemand_session_whose_server_cannot_start_ends_at_once_and_says_why(
+    slurm: Cluster, nodes: list[GPUNode], tmp_path: Path
+) -> None:
+    session = Session(slurm, ONDEMAND, tmp_path / "session", site=f"export HOME={tmp_path}", environment="/nowhere")
+    slurm.await_job(session.job, "FAILED")
+    assert "jupyter-lab: not found" in session.output
+    assert not (session.folder / "connection.yml").exists()
+    until(lambda: not [file for node in nodes for file in node.seats.glob("*")], "no file of a seat is left")
 
 
 def remote_calls(slurm: Cluster) -> int:

@@ -4,19 +4,26 @@ Only Ruby renders its templates. In Open OnDemand Rails does, with the same vari
 """
 
 import json
+import re
 import shutil
 import subprocess
 import tempfile
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
+from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any
 
+import websocket
 import yaml
 
 from tests.support.slurm import Cluster
-from tests.support.world import until
+from tests.support.world import DEADLINE_S, Notebook, Server, until
 
-__all__ = ["Session"]
+__all__ = ["PORTAL", "Browser", "Session"]
+
+PORTAL = "https://ondemand.example.org"
 
 _RENDER = """
 require "erb"
@@ -97,6 +104,62 @@ class Session:
     def view(self) -> str:
         """Return the session's card, as HTML."""
         return rendered(self._app / "view.html.erb", self.connection())
+
+
+class Browser(Server):
+    """The session's owner, behind the portal's proxy: it names the node as Host and passes cookies and Origin on."""
+
+    def __init__(self, connection: Mapping[str, Any], card: str) -> None:
+        self._node = f"{connection['host']}:{connection['port']}"
+        self._proxy = f"http://127.0.0.1:{connection['port']}"
+        self._cookies = CookieJar()
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor(self._cookies)
+        )
+        self._notebooks: list[Notebook] = []
+        form = re.search(r'<form action="(.+?)" method="post"', card)
+        assert form is not None
+        fields = dict(re.findall(r'<input type="hidden" name="(\w+)" value="(\w+)">', card))
+        self.base = form[1].partition("/login")[0]
+        self.url = f"{self._proxy}{self.base}/"
+        self.page = self.open("POST", form[1], urllib.parse.urlencode(fields).encode())
+
+    def open(self, method: str, path: str, body: bytes | None = None, **headers: str) -> str:
+        """Return the address of the page that a request leads to."""
+        with self._opener.open(self._request(method, path, body, headers), timeout=DEADLINE_S) as reply:
+            return str(urllib.parse.urlsplit(reply.url).path)
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON
+        xsrf = next(cookie.value for cookie in self._cookies if cookie.name == "_xsrf")
+        data = None if body is None else json.dumps(body).encode()
+        request = self._request(method, f"{self.base}/{path}", data, {"X-XSRFToken": str(xsrf)})
+        with self._opener.open(request, timeout=DEADLINE_S) as reply:
+            text = reply.read()
+        return json.loads(text) if text else None
+
+    def _request(self, method: str, path: str, body: bytes | None, more: Mapping[str, str]) -> urllib.request.Request:
+        headers = {"Host": self._node, "Origin": PORTAL, **more}
+        return urllib.request.Request(self._proxy + path, data=body, method=method, headers=headers)  # noqa: S310 - loopback
+
+    def connect(self, kernel_id: str) -> Notebook:
+        self._notebooks.append(PortalNotebook(self, kernel_id))
+        return self._notebooks[-1]
+
+    def channel(self, kernel_id: str, session: str, origin: str = PORTAL) -> websocket.WebSocket:
+        return websocket.create_connection(
+            f"{self.url.replace('http', 'ws', 1)}api/kernels/{kernel_id}/channels?session_id={session}",
+            cookie="; ".join(f"{cookie.name}={cookie.value}" for cookie in self._cookies),
+            host=self._node,
+            origin=origin,
+            timeout=DEADLINE_S,
+        )
+
+
+class PortalNotebook(Notebook):
+    server: Browser
+
+    def _connected(self) -> websocket.WebSocket:
+        return self.server.channel(self.kernel_id, self.session)
 
 
 def form_values(form: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,8 @@ ConstrainRAMSpace=yes
 ConstrainSwapSpace=no
 ConstrainDevices=yes
 """
+_PAUSE_S = 0.1
+"""Between two questions to slurmctld: each one is a process."""
 _DAEMONS = ("slurmctld", "slurmd", "munged", "scontrol", "sbatch", "squeue", "mungekey")
 
 
@@ -140,7 +142,7 @@ class Cluster:
         self.start_controller("-c")
         for node in self.nodes:
             self.start_node(node)
-        until(lambda: set(self.states().values()) == {"idle"}, "both nodes are idle")
+        until(lambda: set(self.states().values()) == {"idle"}, "both nodes are idle", pause_s=_PAUSE_S)
 
     def start_munge(self) -> None:
         """Start munged, which authenticates the daemons."""
@@ -206,7 +208,11 @@ class Cluster:
         until(lambda: time.strftime("%Y-%m-%dT%H:%M:%S") > before, "the next second: a start is known by it")
         self._end(f"slurmd.{node.name}.pid", signal.SIGTERM)
         self.start_node(node)
-        until(lambda: self.node(node.name)["SlurmdStartTime"] != before, f"{node.name} has registered again")
+        until(
+            lambda: self.node(node.name)["SlurmdStartTime"] != before,
+            f"{node.name} has registered again",
+            pause_s=_PAUSE_S,
+        )
 
     def stop_controller(self, number: int = signal.SIGTERM) -> None:
         self._end("slurmctld.pid", number)
@@ -303,19 +309,21 @@ class Cluster:
             return found if found["JobState"] in states else None
 
         try:
-            return until(ask, f"job {job_id} becomes {' or '.join(states)}")
+            return until(ask, f"job {job_id} becomes {' or '.join(states)}", pause_s=_PAUSE_S)
         except AssertionError as error:
             error.add_note(self.call("scontrol", "show", "job", job_id) + self.output(job_id))
             raise
 
     def await_end(self, *job_ids: str) -> None:
-        until(lambda: not self.call("squeue", "-h", "-j", ",".join(job_ids), "-o", "%A").split(), "the jobs have ended")
+        """Wait until jobs have left their nodes."""
+        words = ("squeue", "-h", "-j", ",".join(job_ids), "-o", "%A")
+        until(lambda: not self.call(*words).split(), "the jobs have ended", pause_s=_PAUSE_S)
 
     def cancel(self, *job_ids: str) -> None:
         """Cancel jobs and wait until they have left their nodes."""
         if job_ids:
             self.call("scancel", *job_ids)
-            until(lambda: not self.call("squeue", "-h", "-j", ",".join(job_ids), "-o", "%i").split(), "they are gone")
+            self.await_end(*job_ids)
 
     def cancel_all(self) -> None:
         """Cancel every job and wait until all have left their nodes."""

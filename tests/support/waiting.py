@@ -11,10 +11,10 @@ __all__ = ["DEADLINE_S", "until"]
 DEADLINE_S = 60.0
 
 
-def until(ask: Callable[[], T | None], what: str, *, deadline_s: float = DEADLINE_S) -> T:
-    """Poll another process until the answer is true. Only for facts that nothing signals."""
+def until(ask: Callable[[], T | None], what: str, *, deadline_s: float = DEADLINE_S, pause_s: float = 0.005) -> T:
+    """Poll another process until the answer is true. Only for facts that nothing signals. `pause_s`: the first pause."""
     end = time.monotonic() + deadline_s
-    pause = 0.005
+    pause = pause_s
     while True:
         answer = ask()
         if answer:

@@ -78,7 +78,7 @@ if not {"jupyterhub.singleuser", "fractional_gpu_hub.service"}.isdisjoint(_START
 elif "jupyterhub" in _STARTED:
     _spare_a_hub_the_clients_of_other_spawners()
 
-if not _JUPYTER.isdisjoint(_STARTED) or any(
+if not (_JUPYTER | {"jupyter-gpu"}).isdisjoint(_STARTED) or any(
     option == "-m" and name.startswith("fractional_gpu") for option, name in itertools.pairwise(sys.orig_argv[1:5])
 ):
     import kept_code  # type: ignore[import-not-found]  # next to this file
