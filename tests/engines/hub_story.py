@@ -20,7 +20,7 @@ from tests.support.slurm import Cluster, new_cluster
 from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
 from tests.support.world import Notebook, new_world, until
 
-__all__ = ["USERS", "Story", "new_story"]
+__all__ = ["USERS", "Story", "new_story", "story_cluster"]
 
 USERS = ("games", "backup")  # users of every Debian machine, with separate uids
 DEVICE_MIB = 512
@@ -45,7 +45,7 @@ class Spawner(FractionalGPUSlurmSpawner):
 
 c.JupyterHub.spawner_class = Spawner
 c.BatchSpawnerBase.exec_prefix = "setpriv --reuid {username} --regid {username} --init-groups --"  # keeps HOME, which runuser sets
-c.BatchSpawnerBase.req_options = "--nodelist=n1 --cpus-per-task=1"
+c.BatchSpawnerBase.req_options = "--nodelist=n2 --cpus-per-task=1"
 c.BatchSpawnerBase.batchspawner_singleuser_cmd = given["wrapper"]
 c.EngineGPUMixin.gpu_base_memory = "1100MiB"
 c.EngineGPUMixin.gpu_wait = 240
@@ -86,12 +86,12 @@ class Reader:
 
 
 class Story:
-    """The hub, Slurm, the nodes' brokers and agents, and the users."""
+    """The hub, Slurm, the broker and agent of node n2, and the users."""
 
-    def __init__(self, hub: HubWorld, cluster: Cluster, nodes: list[GPUNode]) -> None:
+    def __init__(self, hub: HubWorld, cluster: Cluster, node: GPUNode) -> None:
         self.hub = hub
         self.cluster = cluster
-        self.nodes = nodes
+        self.node = node
         self.readers = [Reader(hub, name) for name in USERS]
 
     def begin(self, mib: int) -> None:
@@ -123,10 +123,10 @@ class Story:
 
     def check(self) -> None:
         """Check that the kernels really took turns, each with a seat of its job."""
-        leases = self.nodes[0].status().leases
+        leases = self.node.status().leases
         assert {lease.spec.owner for lease in leases} == set(USERS)
         assert all(lease.suspends for lease in leases), "each of them made room for the other"
-        with self.nodes[0].client() as client:
+        with self.node.client() as client:
             seats = client.seats().seats
         assert {seat.workload.id for seat in seats if seat.workload} == {job["JobId"] for job in self.jobs()}
 
@@ -135,29 +135,34 @@ class Story:
         files = list(self.hub.homes.glob("*/*.log"))
         return {
             **self.hub.logs(), **self.cluster.logs(),
-            **{f"{node.node.name} {name}": node.log(name)[-5000:] for node in self.nodes for name in ("agent.out", "broker.out")},
+            **{name: self.node.log(name)[-5000:] for name in ("agent.out", "broker.out")},
             **{str(file): file.read_text(errors="replace")[-5000:] for file in files},
         }  # fmt: skip
 
 
 @contextmanager
-def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
-    """Everything, ended with the block. Needs root."""
+def story_cluster() -> Iterator[Cluster]:
+    """A Slurm whose jobs have control groups. Needs root."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with new_cluster(constrained=True, scripts=lambda nodes: install_scripts(nodes, environment)) as cluster:
+        yield cluster
+
+
+@contextmanager
+def new_story(cluster: Cluster, **more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
+    """The hub and the node, ended with the block."""
     scripts = Path(sys.executable).parent
     with ExitStack() as stack:
         world = stack.enter_context(new_world(f"1x{DEVICE_MIB}MiB"))
         world.install(250, 750)
-        cluster = stack.enter_context(
-            new_cluster(
-                constrained=True, scripts=lambda nodes: install_scripts(nodes, {**os.environ, "PYTHONPATH": PYTHONPATH})
-            )
+        (node,) = stack.enter_context(
+            gpu_nodes(cluster, simulate=world.simulate, config=_NODE, service=True, only=["n2"])
         )
-        nodes = stack.enter_context(gpu_nodes(cluster, simulate=world.simulate, config=_NODE, service=True))
         for folder in (world.folder, world.folder / "data", *(world.folder / "data").rglob("*")):
             folder.chmod(0o755 if folder.is_dir() else 0o644)
         world.environment["SLURM_CONF"] = str(cluster.conf)
         world.environment["PATH"] = cluster.environment["PATH"]
-        until(lambda: all(_has_published(cluster, node.name) for node in cluster.nodes), "the agents have published")
+        until(lambda: "Extra={" in cluster.call("scontrol", "show", "node", "-o", "n2"), "the agent has published")
         hub = stack.enter_context(
             new_hub(
                 world, before=_HUB, wrapper=str(scripts / "batchspawner-singleuser"), command=[str(scripts / "jupyterhub-singleuser")],
@@ -165,7 +170,7 @@ def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
             )
         )  # fmt: skip
         hub.homes.chmod(0o755)
-        story = Story(hub, cluster, nodes)
+        story = Story(hub, cluster, node)
         try:
             yield story
         except BaseException as error:
@@ -174,11 +179,7 @@ def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
             raise
         finally:  # a broker that still has leases leaves its simulated host behind
             cluster.cancel(*cluster.call("squeue", "-h", "-o", "%A").split())
-            until(lambda: not any(node.status().leases for node in nodes), "no lease is left")
-
-
-def _has_published(cluster: Cluster, node: str) -> bool:
-    return "Extra={" in cluster.call("scontrol", "show", "node", "-o", node)
+            until(lambda: not node.status().leases, "no lease is left")
 
 
 def main() -> int:
@@ -188,7 +189,7 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=64, help="each user's data on the device")
     options = parser.parse_args()
     begun_s = time.monotonic()
-    with new_story() as story:
+    with story_cluster() as cluster, new_story(cluster) as story:
         story.begin(options.mib)
         sys.stdout.write(
             f"{time.monotonic() - begun_s:6.1f} s  both have {options.mib} MiB on a device of {DEVICE_MIB} MiB\n"
@@ -201,7 +202,7 @@ def main() -> int:
         story.turn()
         sys.stdout.write(f"{time.monotonic() - begun_s:6.1f} s  the hub was killed and is back: 0 wrong bytes\n")
         story.check()
-        suspends = sum(lease.suspends for lease in story.nodes[0].status().leases)
+        suspends = sum(lease.suspends for lease in story.node.status().leases)
         sys.stdout.write(f"{time.monotonic() - begun_s:6.1f} s  {suspends} suspends\n")
     return 0
 

@@ -1,4 +1,7 @@
-"""A real Slurm with control groups, as root: which job has a seat, what it may reach, and what is left however it ends."""
+"""A real Slurm with control groups, as root: which job has a seat, what it may reach, and what is left however it ends.
+
+On its other node two users of a real hub have jobs, and their kernels take turns; `python -m tests.engines.hub_story` plays ten turns.
+"""
 
 import os
 import pwd
@@ -7,14 +10,19 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.nodes import parse_summary
 from fractional_gpu.protocol.status import LeaseStatus
+from tests.engines.hub_story import USERS, Story, new_story, story_cluster
+from tests.hub.pages import Visitor
 from tests.support.paths import PYTHONPATH, ROOT
+from tests.support.service_page import Member
 from tests.support.slurm import GRES, Cluster, new_cluster
 from tests.support.slurm_job import JobKernel
 from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
@@ -38,13 +46,13 @@ CHECK = "data.step(); print(data.wrong_bytes())"
 def slurm() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", PYTHONPATH)
-        with new_cluster(constrained=True, scripts=lambda nodes: install_scripts(nodes, os.environ)) as cluster:
+        with story_cluster() as cluster:
             yield cluster
 
 
 @pytest.fixture(scope="module")
 def nodes(slurm: Cluster) -> Iterator[list[GPUNode]]:
-    with gpu_nodes(slurm) as made:
+    with gpu_nodes(slurm, only=["n1"]) as made:
         until(lambda: slurm.opened_milli("n1") > 1000, "n1 is open for more than its device")
         yield made
 
@@ -240,6 +248,46 @@ def test_a_full_disk_under_the_log_drains_no_node(slurm: Cluster, nodes: list[GP
         slurm.call(*nodes[0].main, "node", name, "--log", "/dev/full", *nodes[0].words, environment=environment)
 
 
+def _cluster_page(story: Story, name: str) -> dict[str, Any] | None:
+    view = Member(story.hub, name).status()
+    return None if view["problem"] else view
+
+
+@pytest.fixture
+def story(slurm: Cluster) -> Iterator[Story]:
+    with new_story(slurm, page={"admins": [USERS[0]], "cluster": "slurm"}) as story:
+        yield story
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.promise("slurm-hub")
+def test_two_users_of_a_hub_share_a_nodes_device_and_no_byte_is_wrong_nor_does_a_killed_hub_change_that(
+    story: Story,
+) -> None:
+    """Resident bytes of the simulated device are not charged to the jobs, saved ones are."""
+    page = Visitor(story.hub, story.readers[0].name).get("hub/spawn")
+    assert "2 nodes with 2 GPUs" in page.text
+    assert "default/750" in page.choices
+    story.begin(mib=16)
+    jobs = story.jobs()
+    assert {job["UserId"].partition("(")[0] for job in jobs} == {reader.name for reader in story.readers}
+    assert {job["NodeList"] for job in jobs} == {"n2"}
+    assert {job["TresPerNode"] for job in jobs} == {"gres:jgpu:open:750"}
+    story.turn()
+    seen = {name: until(partial(_cluster_page, story, name), f"{name} sees the cluster") for name in USERS}
+    assert {row["name"]: row["state"] for row in seen[USERS[0]]["nodes"]} == {"n1": "in service", "n2": "in service"}
+    shown = [(row["owner"], row["share"], row["node"]) for row in seen[USERS[0]]["servers"]]
+    assert shown == [(name, "3/4 GPU", "n2") for name in sorted(USERS)]
+    assert [row["owner"] for row in seen[USERS[1]]["servers"]] == [USERS[1]], "a user sees their own"
+    story.restart_hub()
+    story.turn()
+    story.check()
+    for reader in story.readers:
+        story.hub.stop(reader.name)
+    until(lambda: not story.jobs(), "no job is left")
+    until(lambda: not story.node.status().leases, "no lease is left")
+
+
 def test_shards_are_pinned_to_the_gpu_that_slurm_chose(tmp_path: Path) -> None:
     """Slurm's own gres/shard: each job is fenced to one device, and its seat stays there. Counts are not changed."""
     for number in (0, 1):
@@ -256,7 +304,7 @@ def test_shards_are_pinned_to_the_gpu_that_slurm_chose(tmp_path: Path) -> None:
                 node_gres="gpu:2,shard:8",
                 gres=gres,
             ) as slurm,
-            gpu_nodes(slurm, more=shards, simulate="2x1GiB") as nodes,
+            gpu_nodes(slurm, more=shards, simulate="2x1GiB", only=["n1"]) as nodes,
         ):
             probe = f'for n in 0 1; do echo "$n: $(cat {tmp_path}/nvidia$n 2>&1)"; done; cat $JUPYTER_GPU_SEAT_FILE; exec sleep 600'
             job = slurm.sbatch(probe, "--gres=shard:2", "-w", "n1")

@@ -167,11 +167,13 @@ def gpu_nodes(
     more: Sequence[str] = (),
     config: str = _CONFIG,
     service: bool = False,
+    only: Sequence[str] = ("n1", "n2"),
 ) -> Iterator[list[GPUNode]]:
     """The brokers and agents of a cluster's nodes, ended with the block. `service`: the brokers serve all users, which takes root."""
     made = [
         GPUNode(cluster, node, simulate=simulate, words=options_of(node, *more), config=config, service=service)
         for node in cluster.nodes
+        if node.name in only
     ]
     try:
         for node in made:
