@@ -43,6 +43,13 @@ except Exception as error:
     print(VerboseTB(theme_name="nocolor").text(type(error), error, error.__traceback__))
 """
 SECRETS = {"token", "key", "curve", "connection"}
+SECRET_VARIABLES = (
+    "JUPYTER_TOKEN",
+    "JUPYTER_GPU_TOKEN_FILE",
+    "JUPYTERHUB_API_TOKEN",
+    "PYTHON_KEYRING_PASSWORD",
+    "XDG_SECRET",
+)
 
 
 def run(world: World, *words: str) -> str:
@@ -58,9 +65,12 @@ def processes(world: World) -> list[Path]:
     return [Path(f"/proc/{pid}") for pid in {*anybody(world), *brokers(world), *workers(world)}]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
+    """With a broker in whose environment there are secrets."""
     with new_world() as made:
+        made.environment |= dict.fromkeys(SECRET_VARIABLES, "hunter2") | {"XDG_DATA_HOME": "/data"}
+        made.start_broker()
         yield made
 
 
@@ -82,10 +92,10 @@ def told() -> dict[str, str]:
             ),
             "the kernels' list": json.dumps(server.request("GET", "api/kernels")),
         }
-        for words in (["status", "--json"], ["status"], ["explain", lease_id], ["doctor"], ["doctor", "--json"]):
-            texts[f"jupyter gpu {' '.join(words)}"] = run(world, *words)
         bundle = world.folder / "bundle.tar.gz"
-        run(world, "doctor", "--bundle", str(bundle))
+        doctor = ["doctor", "--bundle", str(bundle)]
+        for words in (["status", "--json"], ["status"], ["explain", lease_id], doctor):
+            texts[f"jupyter gpu {' '.join(words)}"] = run(world, *words)
         with tarfile.open(bundle) as archive:
             for member in archive:
                 file = archive.extractfile(member)
@@ -127,17 +137,6 @@ def test_a_token_is_nowhere_but_in_its_file(told: dict[str, str]) -> None:
 
 
 def test_how_to_start_the_broker_again_is_kept_without_a_secret_of_its_environment(world: World) -> None:
-    secrets = {
-        "JUPYTER_TOKEN",
-        "JUPYTER_GPU_TOKEN_FILE",
-        "JUPYTERHUB_API_TOKEN",
-        "PYTHON_KEYRING_PASSWORD",
-        "XDG_SECRET",
-    }
-    world.environment |= dict.fromkeys(secrets, "hunter2") | {"XDG_DATA_HOME": "/data"}
-    world.start_broker()
-    pid = world.broker_pid()
-    assert pid is not None
     kept = [Path(world.socket).with_name("broker.json"), world.state / "broker.json"]
     commands = [json.loads(path.read_text()) for path in kept]
     for environment in (one["env"] for one in commands):
@@ -185,7 +184,6 @@ def test_what_has_secrets_is_known() -> None:
 
 
 def test_bytes_of_strangers_make_no_lines_in_the_log(world: World) -> None:
-    world.start_broker()
     evil = b"\xc2\x85 2026-01-01 00:00:00,000 INFO lease 87654321: granted \xe2\x80\xae\xff\x1b[31m"
     target = evil.replace(b" ", b"%20").replace(b"\x1b", b"%1b")
     requests = [
@@ -215,7 +213,6 @@ EVIL = "evil\n2026-01-01 00:00:00,000 INFO lease 12345678: granted\r\x1b[31mred\
 
 
 def test_text_of_strangers_makes_no_lines_in_the_log(world: World) -> None:
-    world.start_broker()
     with world.client() as client:
         reply = client.create_lease(LeaseRequest(fraction_milli=250, label=EVIL, kernel_id=EVIL))
         shown = client.lease(reply.lease_id)
@@ -248,7 +245,6 @@ def test_a_restarted_log_is_private_too(tmp_path: Path) -> None:
 
 
 def test_what_lies_about_is_for_its_owner_only(world: World) -> None:
-    world.start_broker()
     with world.client() as client:
         client.create_lease(LeaseRequest(fraction_milli=250))
     run_folder = Path(world.socket).parent

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -19,6 +19,7 @@ from fractional_gpu.broker.process.app import run_broker
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir
+from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -142,10 +143,11 @@ for name in ("broker.json", "ledger-simulated.sqlite", "ledger-simulated.sqlite.
 
 
 REFUSED = """
-import sys
+import os, sys
 from fractional_gpu.broker.process.app import run_broker
 from fractional_gpu.broker.process.restarting import BrokerOptions
 for socket in sys.argv[1:]:
+    os.environ["XDG_STATE_HOME"] = os.path.join(os.path.dirname(socket), "state")
     assert run_broker(BrokerOptions(socket=socket)) == 1
     sys.stderr.write("\\0")
 """
@@ -163,10 +165,15 @@ def refused_starts(world: World, folders: list[Path]) -> list[str]:
     return said
 
 
-def refused_start(world: World, *, detach: bool = False) -> str:
+def ledger_in(folder: Path) -> Path:
+    """Return where the ledger of a broker with its socket in this folder will lie."""
+    with patch.dict(os.environ, {"XDG_STATE_HOME": str(folder / "state")}):
+        return make_state_folder(str(folder / "broker.sock")) / "ledger-simulated.sqlite"
+
+
+def refused_in_the_background(world: World) -> str:
     """What the command prints if its broker does not start."""
-    argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", world.socket]
-    argv += ["--detach"] * detach
+    argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", world.socket, "--detach"]
     done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done
     assert "Traceback" not in done.stderr
@@ -200,9 +207,10 @@ def test_a_link_in_a_files_place_is_not_followed(world: World) -> None:
     for name, folder in zip(names, folders, strict=True):
         folder.mkdir(mode=0o700)
         (folder / name).symlink_to(precious)
-    world.ledger.symlink_to(precious)
-    names.append(world.ledger.name)
-    folders.append(Path(world.socket).parent)
+    folders.append(world.folder / "ledger")
+    folders[-1].mkdir(mode=0o700)
+    ledger_in(folders[-1]).symlink_to(precious)
+    names.append("ledger-simulated.sqlite")
     for name, said in zip(names, refused_starts(world, folders), strict=True):
         assert name in said.replace(str(world.folder / name), "")
         assert precious.read_text() == "keep"
@@ -239,38 +247,49 @@ def test_a_ledger_that_another_prepared_is_refused(folder: Path, what: str) -> N
         Ledger.open(path)
 
 
-OWN_FILES = [
-    "broker.sock.lock",
-    "broker.sock.worker",
-    "broker.err",
-    "broker.log",
-    "ledger-simulated.sqlite",
-    "ledger-simulated.sqlite-wal",
-    "ledger-simulated.sqlite.lock",
-]
+IN_THE_FOREGROUND = ["broker.sock.lock", "broker.sock.worker"]
+OF_THE_LEDGER = ["ledger-simulated.sqlite", "ledger-simulated.sqlite-wal", "ledger-simulated.sqlite.lock"]
 
 
-@pytest.mark.parametrize("name", OWN_FILES)
-def test_a_file_with_another_name_is_refused_before_it_is_touched(world: World, name: str) -> None:
-    precious = world.folder / "precious"
-    if name.startswith("ledger"):
-        with closing(Ledger.open(world.ledger.with_name("ledger-simulated.sqlite"))):
-            pass
-        place = world.ledger.with_name(name)
-        if place.exists():
-            place.rename(precious)
+def linked(place: Path, precious: Path) -> Callable[[str], None]:
+    """Give this file a second name, `precious`; return the check of what a refused broker said."""
+    if place.exists():
+        place.rename(precious)
     else:
-        place = Path(world.socket).with_name(name)
-    if not precious.exists():
         precious.write_text("keep")
     precious.chmod(0o644)
     before = precious.read_bytes()
     os.link(precious, place)
-    said = refused_start(world, detach=name in {"broker.err", "broker.log"})
-    assert name in said
-    assert "2 hard links" in said
-    assert precious.read_bytes() == before
-    assert stat.S_IMODE(precious.stat().st_mode) == 0o644
+
+    def check(said: str) -> None:
+        assert place.name in said
+        assert "2 hard links" in said
+        assert precious.read_bytes() == before
+        assert stat.S_IMODE(precious.stat().st_mode) == 0o644
+
+    return check
+
+
+def test_files_with_another_name_are_refused_before_they_are_touched(world: World) -> None:
+    folders: list[Path] = []
+    checks = []
+    for name in IN_THE_FOREGROUND + OF_THE_LEDGER:
+        folders.append(world.folder / f"of-{len(folders)}")
+        folders[-1].mkdir(mode=0o700)
+        place = folders[-1] / name
+        if name in OF_THE_LEDGER:
+            ledger = ledger_in(folders[-1])
+            Ledger.open(ledger).close()
+            place = ledger.with_name(name)
+        checks.append(linked(place, world.folder / f"precious-{len(folders)}"))
+    for said, check in zip(refused_starts(world, folders), checks, strict=True):
+        check(said)
+
+
+@pytest.mark.parametrize("name", ["broker.err", "broker.log"])
+def test_a_log_with_another_name_is_refused_before_it_is_touched(world: World, name: str) -> None:
+    check = linked(Path(world.socket).with_name(name), world.folder / "precious")
+    check(refused_in_the_background(world))
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -68,6 +68,7 @@ def _spare_a_hub_the_clients_of_other_spawners() -> None:
     It notes in its debug log that these spawners cannot be loaded. Their own tests import them without a hub's process.
     """
     sys.modules["kubernetes_asyncio"] = sys.modules["docker"] = None  # type: ignore[assignment] # an ImportError
+    sys.modules["mako.ext.pygmentplugin"] = None  # type: ignore[assignment] # as above: colours the errors of templates
 
 
 if not _JUPYTER.isdisjoint(_STARTED):
