@@ -20,9 +20,9 @@ __all__ = ["SETTINGS", "SIMULATE", "Story"]
 
 EXAMPLES = ROOT / "examples"
 SETTINGS = {"pools": {"default": {"oversubscription": 12, "wait_bound": "100%", "idle_after": "on-demand"}}}
-DEVICE_MIB = 192
+DEVICE_MIB = 112
 SIMULATE = f"1x{DEVICE_MIB}MiB"
-KERNEL = "fractional-gpu-default-500"
+KERNEL = "fractional-gpu-default-750"
 PID = "import os; print(os.getpid())"
 
 
@@ -41,7 +41,7 @@ class Reader:
         self.pid = ""
 
     def ask(self) -> None:
-        self._hub.spawn(self.name, pool="default", fraction="1/2")
+        self._hub.spawn(self.name, pool="default", fraction="3/4")
 
     def open(self) -> None:
         self._hub.await_server(self.name)
@@ -177,7 +177,7 @@ def main() -> int:
         sys.stdout.flush()
 
     with new_world(SIMULATE) as world:
-        world.install(500)
+        world.install(750)
         with new_hub(world, SETTINGS) as hub:
             try:
                 Story(hub, options.users, options.seed, say).run()

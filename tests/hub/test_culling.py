@@ -1,6 +1,6 @@
 """A hub's idle culler stops idle servers, but none whose kernels hold GPU state; the broker ends these when host memory is scarce.
 
-JUPYTER_GPU_CULLING_USERS sets how many users hold GPU state (3).
+JUPYTER_GPU_CULLING_USERS sets how many users hold GPU state (3), the last of them when all but one fit into host memory.
 """
 
 import os
@@ -14,17 +14,20 @@ import pytest
 from fractional_gpu.core.model import LeaseState
 from tests.support.hub import HubWorld, new_hub
 from tests.support.stories import CHECK, fill
-from tests.support.world import World, new_world, until
+from tests.support.world import Notebook, World, new_world, until
 
 pytestmark = pytest.mark.promise("culling")
 
 USERS = int(os.environ.get("JUPYTER_GPU_CULLING_USERS", "3"))
 KERNEL = "fractional-gpu-default-500"
-IDLE_S = 10
+IDLE_S = 7
 SAVED_MIB = 36  # of each kernel: what it wrote and its context
+ABOVE = 100 * (USERS - 1) // USERS + 2  # percent: all but one fit
 SETTINGS = {
     "pools": {"default": {"oversubscription": USERS, "wait_bound": "100%", "idle_after": "1s"}},
     "host_memory": f"{SAVED_MIB * USERS}MiB",
+    "cull_idle_after": "1h",
+    "cull_above": ABOVE,
     "cull_warning": "1s",
 }
 
@@ -50,43 +53,39 @@ def suspended(world: World) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_users_with_suspended_kernels_keep_them_and_others_are_culled_as_before() -> None:
+def test_users_with_suspended_kernels_keep_them_until_host_memory_is_scarce_and_others_are_culled_as_before() -> None:
     with ExitStack() as stack:
         world = stack.enter_context(new_world("1x192MiB"))
         world.install(500)
         environment = {**_kept(world), "JUPYTERHUB_ACTIVITY_INTERVAL": "2"}
-        hub = stack.enter_context(new_hub(world, {**SETTINGS, "cull_idle_after": "1h"}, environment=environment))
+        hub = stack.enter_context(new_hub(world, SETTINGS, environment=environment))
         hub.server("plain", fraction="none")
-        notebooks = []
-        for number in range(USERS):
-            notebook = hub.server(f"user{number}", pool="default", fraction="1/2").start(KERNEL)
-            notebook.must(fill(number))
-            notebooks.append(notebook)
-        until(lambda: len(suspended(world)) == USERS, "all are suspended")
+        notebooks = [start(hub, number) for number in range(USERS - 1)]
+        until(lambda: len(suspended(world)) == USERS - 1, "all are suspended")
         with idle_culler(hub):
             until(lambda: not runs(hub, "plain"), "the server without a GPU is culled")
             late = hub.server("late", fraction="none")
             assert late.request("GET", "api/kernels") == []
             until(lambda: not runs(hub, "late"), "a later one is culled, though the others were idle for longer")
-        assert all(runs(hub, f"user{number}") for number in range(USERS))
+        assert all(runs(hub, f"user{number}") for number in range(USERS - 1))
         for notebook in notebooks:
             assert notebook.must(CHECK).text == "intact\n"
 
+        notebooks.append(start(hub, USERS - 1))
+        last = notebooks[-1].kernel_id
+        until(lambda: last in suspended(world), "the last is suspended")
+        until(lambda: world.status().host_saved_mib <= ABOVE / 100 * SAVED_MIB * USERS, "host memory is free again")
+        assert {one.kernel_id for one in world.status().leases} == {one.kernel_id for one in notebooks[1:]}, (
+            "the one that was idle longest has ended"
+        )
+        for notebook in notebooks[1:]:
+            assert notebook.must(CHECK).text == "intact\n"
 
-@pytest.mark.timeout(600)
-def test_kernels_that_were_idle_longest_end_when_host_memory_is_scarce() -> None:
-    with new_world("1x192MiB") as world:
-        world.install(500)
-        with new_hub(world, {**SETTINGS, "cull_above": 70}) as hub:
-            notebooks = []
-            for number in range(USERS):
-                notebook = hub.server(f"user{number}", pool="default", fraction="1/2").start(KERNEL)
-                notebook.must(fill(number))
-                notebooks.append(notebook)
-            last = notebooks[-1].kernel_id
-            until(lambda: last in suspended(world), "the last is suspended")
-            until(lambda: world.status().host_saved_mib <= 0.7 * SAVED_MIB * USERS, "host memory is free again")
-            assert notebooks[-1].must(CHECK).text == "intact\n"
+
+def start(hub: HubWorld, number: int) -> Notebook:
+    notebook = hub.server(f"user{number}", pool="default", fraction="1/2").start(KERNEL)
+    notebook.must(fill(number))
+    return notebook
 
 
 def _kept(world: World) -> dict[str, str]:

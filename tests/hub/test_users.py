@@ -1,4 +1,4 @@
-"""Users of a real hub share one device of a pool with oversubscription, and their kernels notice no restart.
+"""Two users of a real hub share one device of a pool with oversubscription, and their kernels notice no restart.
 
 `tests/run hub` tells the same story with twelve users.
 """
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.promise("hub-restarts")
 @pytest.fixture
 def hub() -> Iterator[HubWorld]:
     with new_world(SIMULATE) as world:
-        world.install(500)
+        world.install(750)
         with new_hub(world, SETTINGS) as hub:
             yield hub
 
 
 @pytest.mark.timeout(600)
 def test_users_share_a_device_and_restarts_are_not_noticed(hub: HubWorld) -> None:
-    Story(hub, users=3, seed=1).run()
+    Story(hub, users=2, seed=1).run()
