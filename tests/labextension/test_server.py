@@ -101,13 +101,7 @@ def test_two_servers_show_and_steer_and_advise_on_their_own_kernels_only(
 
 
 @contextmanager
-def waiting_resumes(world: World, server: Server, count: int) -> Iterator[tuple[Notebook, Notebook]]:
-    (name,) = world.install(1000)
-    pinned, waiting = server.start(name), server.start(name)
-    pinned.must(fill(1))
-    with page_of(server) as page:
-        page.until(lambda state: len(state["kernels"]) == 2)
-    act(server, pinned.kernel_id, "pin", {"minutes": 30})
+def waiting_resumes(world: World, server: Server, waiting: Notebook, count: int) -> Iterator[None]:
     with ExitStack() as stack:
         for _ in range(count):
             address = urlsplit(server.url)
@@ -115,21 +109,26 @@ def waiting_resumes(world: World, server: Server, count: int) -> Iterator[tuple[
             route = f"{address.path}jupyter-fractional-gpu/kernels/{waiting.kernel_id}/resume"
             pages_own.request("POST", route, b"{}", {"Authorization": f"token {server.token}"})
         until(lambda: world.lease(waiting.kernel_id).position, "it waits")
-        yield pinned, waiting
+        yield
 
 
-def test_actions_that_wait_keep_no_other_one_from_its_answer(world: World, server: Server) -> None:
-    with waiting_resumes(world, server, _MOST_ACTIONS - 1) as (pinned, waiting):
-        assert act(server, pinned.kernel_id, "expect", {"sign": "typing"}) == {}
-    until(lambda: world.lease(waiting.kernel_id).position is None, "the tickets are withdrawn with their pages")
-
-
-def test_a_server_that_keeps_its_kernels_stops_while_an_action_waits(world: World) -> None:
-    keeping = "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager"
-    with Server(world, keeping) as server, waiting_resumes(world, server, 1) as kernels:
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(DEADLINE_S)
-        kill_all([pid for kernel in kernels if (pid := world.lease(kernel.kernel_id).pid) is not None])
+def test_actions_that_wait_keep_no_other_one_from_its_answer_nor_a_server_that_keeps_its_kernels_from_its_end(
+    world: World,
+) -> None:
+    (name,) = world.install(1000)
+    with Server(world, "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager") as server:
+        pinned, waiting = server.start(name), server.start(name)
+        pinned.must(fill(1))
+        with page_of(server) as page:
+            page.until(lambda state: len(state["kernels"]) == 2)
+        act(server, pinned.kernel_id, "pin", {"minutes": 30})
+        with waiting_resumes(world, server, waiting, _MOST_ACTIONS - 1):
+            assert act(server, pinned.kernel_id, "expect", {"sign": "typing"}) == {}
+        until(lambda: world.lease(waiting.kernel_id).position is None, "the tickets are withdrawn with their pages")
+        with waiting_resumes(world, server, waiting, 1):
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(DEADLINE_S)
+        kill_all([pid for kernel in (pinned, waiting) if (pid := world.lease(kernel.kernel_id).pid) is not None])
 
 
 def last_activity(server: Server, kernel_id: str) -> tuple[str, str, str]:
@@ -158,20 +157,7 @@ def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: 
         assert last_activity(server, watched.kernel_id) == before
 
 
-def test_a_kernel_restarted_without_a_gpu_is_reported(world: World, server: Server, page: Page) -> None:
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    page.until_kernel(notebook.kernel_id, "unarmed")
-    world.kill_broker()
-    Path(world.socket).with_name("broker.json").write_text("not what it was")
-    notebook.restart()
-    notice = page.notice()
-    assert notice["kernel_id"] == notebook.kernel_id
-    assert notice["sentence"].startswith("This kernel was started without a GPU: ")
-    Path(world.socket).with_name("broker.json").unlink()
-
-
-def test_an_evicted_kernel_that_comes_back_says_who_ended_it_and_a_restart_that_fails_why(
+def test_a_kernel_that_was_evicted_or_is_restarted_without_a_gpu_or_not_at_all_says_why(
     world: World, server: Server, page: Page
 ) -> None:
     (name,) = world.install(250)
@@ -180,19 +166,29 @@ def test_an_evicted_kernel_that_comes_back_says_who_ended_it_and_a_restart_that_
     with world.client() as client:
         lease_id = world.lease(notebook.kernel_id).lease_id
         client.evict(lease_id, EvictRequest(confirm=True, why="the class needs it"))
-    notice = page.notice()
-    assert notice["kernel_id"] == notebook.kernel_id
-    assert notice["sentence"].startswith("An administrator (")
-    assert "to free the GPU; the reason given: the class needs it. Its variables are lost" in notice["sentence"]
+    sentence = noticed(page, notebook)
+    assert sentence.startswith("An administrator (")
+    assert "to free the GPU; the reason given: the class needs it. Its variables are lost" in sentence
     assert world.lease(notebook.kernel_id).lease_id != lease_id
+
+    world.kill_broker()
+    Path(world.socket).with_name("broker.json").write_text("not what it was")
+    notebook.restart()
+    assert noticed(page, notebook).startswith("This kernel was started without a GPU: ")
+    Path(world.socket).with_name("broker.json").unlink()
 
     world.notebooks.rename(world.folder / "moved")  # where it is to start
     with pytest.raises(urllib.error.HTTPError) as failed:
         notebook.restart()
     failed.value.close()
+    assert noticed(page, notebook).startswith("The kernel could not be restarted: ")
+
+
+def noticed(page: Page, notebook: Notebook) -> str:
     notice = page.notice()
     assert notice["kernel_id"] == notebook.kernel_id
-    assert notice["sentence"].startswith("The kernel could not be restarted: ")
+    sentence: str = notice["sentence"]
+    return sentence
 
 
 def what_makes_no_sense_or_is_not_signed_in_is_refused(server: Server, kernel_id: str) -> None:
