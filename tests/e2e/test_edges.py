@@ -153,17 +153,17 @@ def test_completion_on_a_suspended_kernel_answers_at_once_and_leaves_it_suspende
 
 
 @pytest.mark.promise("race-requests")
-@pytest.mark.parametrize("kind", ["complete_request", "inspect_request"])
-def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(pair: Pair, kind: str) -> None:
+def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(pair: Pair) -> None:
     first, second = pair.ready(TOUCHING)
-    code = "touching.found" if kind == "complete_request" else "touching"
-    begun = time.monotonic()
-    answer = first.ask(kind, {"code": code, "cursor_pos": len(code), "detail_level": 0})
-    assert answer["status"] == "ok"
-    assert time.monotonic() - begun < 15  # noticed within a moment, not at some later look
-    pair.world.await_state(first.kernel_id, "resident")
-    assert first.must(CHECK).text == "intact\n"
-    assert second.must(CHECK).text == "intact\n"
+    for kind, code in (("complete_request", "touching.found"), ("inspect_request", "touching")):
+        begun = time.monotonic()
+        answer = first.ask(kind, {"code": code, "cursor_pos": len(code), "detail_level": 0})
+        assert answer["status"] == "ok"
+        assert time.monotonic() - begun < 15  # noticed within a moment, not at some later look
+        pair.world.await_state(first.kernel_id, "resident")
+        assert first.must(CHECK).text == "intact\n"
+        assert second.must(CHECK).text == "intact\n"
+        pair.world.await_state(first.kernel_id, "suspended")
 
 
 @pytest.mark.promise("race-background")
@@ -206,26 +206,22 @@ def test_a_child_process_is_suspended_and_resumed_with_its_kernel(pair: Pair, ki
 
 
 @pytest.mark.promise("race-cell")
-@pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
-def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(pair: Pair, step: str) -> None:
+def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(pair: Pair) -> None:
     world = pair.world
     first, second = pair.ready()
-    if step != "restore":
-        assert first.must(CHECK).text == "intact\n"  # now the second one is suspended
-    with stopped_or_traced(world, step, "slow:1000"):
-        asking = second if step != "restore" else first
-        other = first if step != "restore" else second
-        cell = asking.send(CHECK)
-        if step == "restore":
-            world.await_state(asking.kernel_id, "resuming")
-        else:
-            world.await_state(other.kernel_id, "suspending")
-        meanwhile = other.send(CHECK)
-        assert other.wait(meanwhile).text == "intact\n"
-        assert asking.wait(cell).text == "intact\n"
-    for notebook in (first, second):
-        assert notebook.must(CHECK).text == "intact\n"
-    assert "failed" not in phases(world)
+    for step in ("restore", "lock", "checkpoint"):  # each makes the other one leave
+        with stopped_or_traced(world, step, "slow:1000"):
+            cell = first.send(CHECK)
+            if step == "restore":
+                world.await_state(first.kernel_id, "resuming")
+            else:
+                world.await_state(second.kernel_id, "suspending")
+            meanwhile = second.send(CHECK)
+            assert second.wait(meanwhile).text == "intact\n"
+            assert first.wait(cell).text == "intact\n"
+        for notebook in (first, second):
+            assert notebook.must(CHECK).text == "intact\n"
+        assert "failed" not in phases(world)
 
 
 def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on_it(pair: Pair) -> None:

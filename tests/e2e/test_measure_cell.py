@@ -1,11 +1,9 @@
 """`%%gpu measure` in a real kernel, with real processes on the simulated device."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.shared_server import SharedServer
 from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("measure-cell")
@@ -13,13 +11,6 @@ pytestmark = pytest.mark.promise("measure-cell")
 SETUP = "from fractional_gpu.gpu.simulated import cuda\npasses = 0"
 CELL = "buffer = cuda.allocate(8 << 20)\nwhile passes < 3:\n    cuda.launch(0.02, 1.0)\n    passes += 1\npasses = 0\nbuffer.free()"
 OPTIONS = "--memory 64MiB --copies 1"
-
-
-@pytest.fixture(scope="module")
-def world(shared_server: SharedServer) -> Iterator[World]:
-    """One broker for all tests of this file."""
-    with shared_server.borrowed() as lent:
-        yield lent
 
 
 def leases(world: World) -> list[str]:
@@ -50,13 +41,11 @@ def test_a_cell_is_measured_in_separate_processes_with_the_setup_that_it_names_u
         "the kernel ran none of it"
     )
     until(lambda: not leases(world), "its leases end")
+    what_hinders_it_is_told_in_one_sentence(notebook)
     a_measurement_ends_with_its_kernel(world, server, notebook)
 
 
-def test_what_hinders_it_is_told_in_one_sentence(world: World, server: Server) -> None:
-    (half,) = world.install(500)
-    notebook = server.start(half)
-    notebook.must("from fractional_gpu.gpu.simulated import cuda")
+def what_hinders_it_is_told_in_one_sentence(notebook: Notebook) -> None:
     missing = notebook.run(f"%%gpu measure {OPTIONS}\n{CELL}")
     assert missing.status == "error"
     assert "Nothing was measured" in missing.error
@@ -65,7 +54,7 @@ def test_what_hinders_it_is_told_in_one_sentence(world: World, server: Server) -
     notebook.must("buffer = cuda.allocate(8 << 20)")
     held = notebook.run("%%gpu measure --setup 1 --fractions 1 --within 3s\n1")
     assert "no device of pool default has" in held.error
-    assert "This kernel itself holds 512 MiB" in held.error
+    assert "This kernel itself holds 256 MiB" in held.error
     assert "%gpu release" in held.error
 
 

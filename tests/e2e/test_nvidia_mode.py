@@ -327,6 +327,19 @@ def test_processes_that_only_started_the_driver_are_saved_and_come_back(mode: Nv
         assert mode.state(child) == "running"
     parent.must("child.communicate('')")
     mode.settled()
+    a_child_that_only_asked_for_the_devices_is_left_alone(mode, parent)
+
+
+def a_child_that_only_asked_for_the_devices_is_left_alone(mode: NvidiaMode, parent: Notebook) -> None:
+    """NVML lists it with no memory, and the driver does not know it when asked to lock it."""
+    mode.double.set(init_only_listed="zero", init_only_lock=3, no_cuda=1)
+    parent.must(CHILD)
+    child = int(parent.must("print(child.pid)").text)
+    mode.suspend(parent)
+    assert (mode.state(mode.pid(parent)), mode.state(child)) == ("checkpointed", "running")
+    assert parent.must(CHECK).text == "intact\n"
+    parent.must("child.communicate('')")
+    mode.settled()
 
 
 def test_what_keeps_a_kernel_is_named_until_it_is_over_and_nothing_else_keeps_it(
@@ -353,19 +366,6 @@ def threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(mode: NvidiaMode,
         assert notebook.must(CHECK).text == "intact\n", plays
         switches[plays] = False
         mode.double.set(**switches)
-    mode.settled()
-
-
-def test_a_child_that_only_asked_for_the_devices_is_left_alone(mode: NvidiaMode, server: Server) -> None:
-    """NVML lists it with no memory, and the driver does not know it when asked to lock it."""
-    mode.double.set(init_only_listed="zero", init_only_lock=3, no_cuda=1)
-    parent = mode.start(server)
-    parent.must(fill(1) + CHILD)
-    child = int(parent.must("print(child.pid)").text)
-    mode.suspend(parent)
-    assert (mode.state(mode.pid(parent)), mode.state(child)) == ("checkpointed", "running")
-    assert parent.must(CHECK).text == "intact\n"
-    parent.must("child.communicate('')")
     mode.settled()
 
 

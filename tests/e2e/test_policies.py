@@ -47,7 +47,7 @@ def two(world: World) -> World:
 
 
 @pytest.mark.promise("race-moves")
-def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_comes_over_a_restart_of_the_broker(
+def test_kernels_leave_devices_that_are_emptied_or_needed_and_come_back_to_all_of_theirs(
     two: World, server: Server
 ) -> None:
     (name,) = two.install(1000)
@@ -83,6 +83,9 @@ def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_co
     assert two.lease(second.kernel_id).lease.device_id == lease.lease.device_id
     assert two.lease(notebook.kernel_id).state == "suspended"
     notebook.must(CHECK)
+    notebook.shut_down()
+    assert two.command("undrain", before.lease.device_id or "").returncode == 0
+    a_kernel_with_two_devices_leaves_and_comes_back_to_both(two, server, second)
 
 
 def respecified(world: World, name: str, **config: object) -> str:
@@ -114,10 +117,9 @@ print(child.stdout.readline().strip())
 """
 
 
-def test_a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World, server: Server) -> None:
+def a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World, server: Server, second: Notebook) -> None:
     (whole,) = two.install(1000)
-    both = respecified(two, whole, devices=2)
-    first, second = server.start(both), server.start(whole)
+    first = server.start(respecified(two, whole, devices=2))
     fill = FILL.format(seed=1, mib=16)
     first.must(fill + "import os")
     reply = first.must(f"FILL_TEXT = {FILL.format(seed=2, mib=8)!r}\n" + CHILD)

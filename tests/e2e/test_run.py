@@ -15,13 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from jupyter_client.manager import KernelManager
 
 from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, SeatClient, write_seat
 from fractional_gpu.protocol.seats import SeatRequest
+from tests.support.managed import client_of, entered, must
 from tests.support.ports import free_port
 from tests.support.runs import READER, SERVER, Run, intact
 from tests.support.stories import CHECK, fill
-from tests.support.world import DEADLINE_S, Server, World, new_world, until
+from tests.support.world import DEADLINE_S, World, new_world, until
 
 pytestmark = pytest.mark.promise("commands-run")
 
@@ -100,15 +102,24 @@ def test_an_idle_script_is_suspended_and_back_for_its_next_call_with_all_its_byt
         run.await_no_lease()
 
 
-def test_two_commands_take_turns_beside_a_kernel(world: World, server: Server) -> None:
-    world.configure(QUICK)
-    (name,) = world.install(750)
-    notebook = server.start(name)
-    notebook.must(fill(5))
-    with Run.python(world, "one", READER) as one, Run.python(world, "two", READER) as two:
-        assert notebook.must(CHECK).text == "intact\n"
-        assert (one.ask(), two.ask()) == ("intact\n", "intact\n")
-        assert one.end()[0] == two.end()[0] == 0
+def test_two_commands_take_turns_beside_a_kernel(shared: World) -> None:
+    (name,) = shared.install(750)
+    with entered(shared):
+        manager = KernelManager(kernel_name=name)
+        manager.start_kernel()
+        try:
+            with (
+                client_of(manager) as client,
+                Run.python(shared, "one", READER) as one,
+                Run.python(shared, "two", READER) as two,
+            ):
+                must(client, fill(5))
+                assert (one.ask(), two.ask()) == ("intact\n", "intact\n")
+                assert must(client, CHECK) == "intact\n"
+                assert (one.ask(), two.ask()) == ("intact\n", "intact\n")
+                assert one.end()[0] == two.end()[0] == 0
+        finally:
+            manager.shutdown_kernel(now=True)
 
 
 def test_a_wait_is_told_with_its_reason_and_has_a_limit(shared: World) -> None:
