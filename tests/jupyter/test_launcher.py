@@ -27,9 +27,24 @@ from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def fresh() -> Iterator[World]:
+    """A world without a broker."""
     with new_world() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    with new_world() as made:
+        yield made
+
+
+@pytest.fixture
+def world(shared: World) -> Iterator[World]:
+    """A world in which no lease is left."""
+    yield shared
+    if shared.broker_pid() is not None:
+        until(lambda: not shared.status().leases, "the test's leases end")
 
 
 def installed(world: World, milli: int, base: str = "python3") -> str:
@@ -114,9 +129,11 @@ def test_the_lease_is_the_processs_and_ends_with_it(world: World) -> None:
         assert len(tokens(world)) == 1
 
 
-def test_a_server_starts_it_like_any_kernel_and_takes_no_second_lease(world: World) -> None:
+def test_a_server_starts_it_like_any_kernel_and_takes_no_second_lease(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = installed(world, 250)
-    world.environment["JUPYTER_DEFAULT_PROVISIONER_NAME"] = "fractional-gpu-provisioner"
+    monkeypatch.setitem(world.environment, "JUPYTER_DEFAULT_PROVISIONER_NAME", "fractional-gpu-provisioner")
     with Server(world) as server:
         notebook = server.start(name)
         notebook.must(fill(1, 24))
@@ -127,17 +144,17 @@ def test_a_server_starts_it_like_any_kernel_and_takes_no_second_lease(world: Wor
         notebook.shut_down()
 
 
-def test_without_room_there_is_one_sentence_and_no_kernel(world: World) -> None:
-    name = installed(world, 250)
-    world.configure("c.GPUBroker.pools = {'other': {}}\n")
-    path, _ = write_connection_file(str(world.folder / "run" / "kernel-x.json"))
-    command = command_of(world, name, path)
-    done = subprocess.run(command, env=world.environment, capture_output=True, text=True, check=False)
+def test_without_room_there_is_one_sentence_and_no_kernel(fresh: World) -> None:
+    name = installed(fresh, 250)
+    fresh.configure("c.GPUBroker.pools = {'other': {}}\n")
+    path, _ = write_connection_file(str(fresh.folder / "run" / "kernel-x.json"))
+    command = command_of(fresh, name, path)
+    done = subprocess.run(command, env=fresh.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("No GPU for this kernel: there is no pool 'default'")
     assert done.stderr.count("\n") == 1
-    assert tokens(world) == set()
-    assert world.status().leases == []
+    assert tokens(fresh) == set()
+    assert fresh.status().leases == []
 
 
 def test_a_command_that_cannot_be_run_leaves_no_lease(world: World, capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,11 +168,11 @@ def test_a_command_that_cannot_be_run_leaves_no_lease(world: World, capfd: pytes
 
 
 def test_a_command_without_a_connection_file_is_refused_before_anything_is_asked(
-    world: World, capsys: pytest.CaptureFixture[str]
+    fresh: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handler = signal.getsignal(signal.SIGINT)
     try:
-        with entered(world):
+        with entered(fresh):
             assert main(["--", "kernel", "-f", "{connection_file}"]) == 1
             assert main(["--fraction", "lots", "--", "kernel"]) == 1
     finally:
@@ -163,7 +180,7 @@ def test_a_command_without_a_connection_file_is_refused_before_anything_is_asked
     first, second = capsys.readouterr().err.splitlines()
     assert "'kernel -f {connection_file}' does not name a connection file" in first
     assert "fraction 'lots'" in second
-    assert world.broker_pid() is None
+    assert fresh.broker_pid() is None
 
 
 # -- the package is gone -----------------------------------------------------------------------------------------------------------
@@ -196,14 +213,14 @@ def test_an_error_within_the_launcher_is_not_taken_for_a_missing_package(world: 
 
 
 def test_jupyter_hides_a_kernel_whose_provisioner_is_gone_and_says_why(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fresh: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The documents describe what Jupyter does: none of our code runs then."""
-    (spec,) = install("default", [250], directory=str(world.kernels_dir))
+    (spec,) = install("default", [250], directory=str(fresh.kernels_dir))
     KernelProvisionerFactory.instance()  # made below, it would never know a provisioner
     monkeypatch.setattr(factory, "entry_points", lambda **_: [])
     monkeypatch.setattr(KernelProvisionerFactory, "provisioners", {})
-    manager = KernelSpecManager(kernel_dirs=[str(world.kernels_dir)])
+    manager = KernelSpecManager(kernel_dirs=[str(fresh.kernels_dir)])
     with pytest.raises(NoSuchKernel), caplog.at_level("WARNING"):
         manager.get_kernel_spec(spec.name)
     sentence = "is referencing a kernel provisioner ('fractional-gpu-provisioner') that is not available. "

@@ -157,20 +157,21 @@ def test_an_interrupt_reaches_the_kernel(places: Places) -> None:
         assert reply["content"]["ename"] == "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("now", [False, True], ids=["politely", "now"])
-def test_a_restart_keeps_the_lease(places: Places, broker: FakeBroker, now: bool) -> None:
+def test_a_restart_politely_or_now_keeps_the_lease(places: Places, broker: FakeBroker) -> None:
     with running_kernel(places.write_gpu_spec()) as manager:
         with talking_to(manager):
-            first = broker.only_lease()[1].attach["pid"]
-        manager.restart_kernel(now=now)
-        lease_id, lease = broker.only_lease()
-        assert lease_id == "lease-1"
-        assert lease.state == "unarmed"
-        assert lease.attach["pid"] != first
-        assert broker.routes().count("create") == 1
-        assert broker.routes().count("detach") == 1
-        with talking_to(manager) as client:
-            assert evaluate(client, "__import__('os').environ['JUPYTER_GPU_LEASE']") == "'lease-1'"
+            before = broker.only_lease()[1].attach["pid"]
+        for restarts, now in ((1, False), (2, True)):
+            manager.restart_kernel(now=now)
+            lease_id, lease = broker.only_lease()
+            assert lease_id == "lease-1"
+            assert lease.state == "unarmed"
+            assert lease.attach["pid"] != before
+            before = lease.attach["pid"]
+            assert broker.routes().count("create") == 1
+            assert broker.routes().count("detach") == restarts
+            with talking_to(manager) as client:
+                assert evaluate(client, "__import__('os').environ['JUPYTER_GPU_LEASE']") == "'lease-1'"
     assert broker.leases["lease-1"].state == "ended"
 
 
