@@ -7,7 +7,7 @@ import pytest
 from fractional_gpu.core.revoke import Candidate, plan_saving
 from tests.benchmarks.revocation import ORDERS, kernels_of, run_arbiter, run_order, time_for_all_ms
 
-SEEDS = 15
+SEEDS = 6
 
 
 def _value(seed: int, saved: set[str]) -> int:

@@ -36,7 +36,7 @@ def test_contents_survive_many_checkpoints_on_changing_devices(
     before = kernel.run(SUMS)
     here, there = host.devices
     used = monitor.use(here).used_mib
-    for _ in range(5):
+    for _ in range(3):
         driver.lock(kernel.pid, 1000)
         driver.checkpoint(kernel.pid)
         assert host.device_bytes(kernel.pid) == 0

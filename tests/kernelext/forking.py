@@ -9,7 +9,21 @@ from multiprocessing.process import BaseProcess
 __all__ = ["start"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["ipykernel.kernelapp", "IPython.core.oinspect", __name__])
+_CONTEXT.set_forkserver_preload(
+    [
+        "ipykernel.kernelapp",
+        "IPython.core.completerlib",
+        "IPython.core.logger",
+        "IPython.core.oinspect",
+        "IPython.extensions.storemagic",
+        "fractional_gpu.client.client",
+        "psutil",
+        "tornado.platform.asyncio",
+        "tornado.queues",
+        "traitlets.config.argcomplete_config",
+        __name__,
+    ]
+)
 
 
 def start(connection_file: str, environment: Mapping[str, str]) -> BaseProcess:

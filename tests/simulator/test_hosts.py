@@ -76,7 +76,7 @@ def test_by_chance_each_session_draws_by_itself_and_large_hosts_have_more() -> N
 
 
 def test_one_of_several_hosts_is_one_host() -> None:
-    trace = synthetic_sessions(8, 1, 7, BUSY)
+    trace = synthetic_sessions(4, 1, 6, BUSY)
     one = host(1, 81_920)
     alone = simulate(one, trace)
     assert alone.suspends > 0

@@ -102,7 +102,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("host", "load"), RUNS)
 def test_a_meter_changes_no_byte_of_the_run(host: Host, load: Load, tmp_path: Path) -> None:
-    trace, files, results = trace_of(1, load, users=12), [tmp_path / "without.log", tmp_path / "with.log"], []
+    trace, files, results = trace_of(5, load), [tmp_path / "without.log", tmp_path / "with.log"], []
     for file, meter in zip(files, [None, metered(noise=20, make=HalfSeeing)], strict=True):
         with recording(file, host, trace) as log:
             results.append(simulate(host, trace, record=log, meter=meter))

@@ -39,20 +39,19 @@ def test_colours_are_for_terminals_that_want_them(
     assert shown([WORD], Terminal() if is_terminal else io.StringIO()) == expected
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "fractional_gpu_kernel.extension",
-        "fractional_gpu_kernel.server.app",
-        "fractional_gpu.jupyter.provisioner",
-        "fractional_gpu.broker.process.app",
-        "fractional_gpu.gpu.worker",
-        "fractional_gpu_hub.mixin",
-        "fractional_gpu.commands.run.run",
-        "fractional_gpu.commands.completion",
-    ],
+DURING_WORK = (
+    "fractional_gpu_kernel.extension",
+    "fractional_gpu_kernel.server.app",
+    "fractional_gpu.jupyter.provisioner",
+    "fractional_gpu.broker.process.app",
+    "fractional_gpu.gpu.worker",
+    "fractional_gpu_hub.mixin",
+    "fractional_gpu.commands.run.run",
+    "fractional_gpu.commands.completion",
 )
-def test_commands_that_run_during_users_work_load_no_tables(module: str) -> None:
-    probe = f"import sys, {module}; print('rich' in sys.modules)"
+
+
+def test_commands_that_run_during_users_work_load_no_tables() -> None:
+    probe = f"import sys, {', '.join(DURING_WORK)}; print('rich' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "False"
