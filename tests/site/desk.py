@@ -13,11 +13,12 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -39,10 +40,11 @@ from tests.support.world import DEADLINE_S, Notebook, Server, World, until
 __all__ = ["Desk", "check_arguments", "open_desk", "says"]
 
 _UNENDING: Final = re.compile(r"--follow|--watch|^jupyter (gpu )?lab\b")
-_SERVES: Final = "is running at"
-"""What a Jupyter server prints when it is ready. Other commands without an end have begun with their first line."""
+_SERVES: Final = re.compile(r"http://localhost:(\d+)/")
+"""What a Jupyter server prints before it listens. Other commands without an end have begun with their first line."""
 _ENDED: Final = (0, 130, -signal.SIGINT, -signal.SIGTERM)
 _SHELL: Final = re.compile(r"[|<>$;`]|&&|^(export|eval|cd) |^[A-Z_]+=")
+_COMMENT: Final = re.compile(r"\s#.*")
 _SMALLER: Final = (
     (r"--users \d+", "--users 3"),
     (r"\d+x\(8x80GiB\)", "1x(8x80GiB)"),
@@ -75,8 +77,8 @@ class Desk:
         self.world = world
         self._shims = shims
         self._names: dict[str, dict[str, Any]] = {}
-        self._served: dict[tuple[str, ...], str] = {}
-        """What Jupyter servers said, by their command: several pages start the same one, and it would say the same."""
+        self._said: dict[tuple[str, ...], str] = {}
+        """What Jupyter servers and the doctor said, by their command: several pages have the same one, and it would say the same."""
         self._program: subprocess.Popen[bytes] | None = None
         self._has_acted = False
         self._server: Server | None = None
@@ -169,7 +171,7 @@ class Desk:
             self._unending(line)
             if _UNENDING.search(line)
             else self._shell(line)
-            if _SHELL.search(line)
+            if _SHELL.search(_COMMENT.sub("", line))
             else self._words(line)
             for line in commands(text)
         ]
@@ -179,6 +181,8 @@ class Desk:
         words = shlex.split(line, comments=True)
         if words[:2] != ["jupyter", "gpu"] or words[2] in ("run", "measure"):
             return self._shell(line)
+        if tuple(words) in self._said:
+            return self._said[tuple(words)]
         if "--from-ledger" in words:
             self._compute()
         with (
@@ -187,6 +191,8 @@ class Desk:
         ):  # where kernels are installed
             done = self.world.command(*words[2:])
         assert done.returncode == 0, f"{line}: {done.returncode}\n{done.stdout}{done.stderr}"
+        if words[2:] == ["doctor"]:
+            self._said[tuple(words)] = done.stdout
         return done.stdout
 
     def _shell(self, text: str) -> str:
@@ -205,12 +211,12 @@ class Desk:
     def _unending(self, line: str) -> str:
         """Run a command that continues until Ctrl-C, until it has said something, and end it as a person does."""
         words = tuple(shlex.split(line, comments=True))
-        if words in self._served:
-            return self._served[words]
+        if words in self._said:
+            return self._said[words]
         serves = " lab" in line
         said = self._begun_and_ended(words, serves=serves)
         if serves:
-            self._served[words] = said
+            self._said[words] = said
         return said
 
     def _begun_and_ended(self, words: tuple[str, ...], *, serves: bool) -> str:
@@ -226,13 +232,16 @@ class Desk:
         line = shlex.join(words)
         try:
             assert process.stdout is not None
-            said, awaited = "", _SERVES if serves else ""
+            said = ""
             for printed in process.stdout:
                 said += printed
-                if awaited in printed:
+                if not serves or _SERVES.search(printed):
                     break
             else:
                 raise AssertionError(f"{line}: ended with {process.wait()}\n{said}")
+            if serves:
+                port = int(_SERVES.findall(said)[0])
+                until(lambda: _listens(port), "it listens there")
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGTERM)  # JupyterLab asks after the first one whether that is meant
             said += process.communicate(timeout=DEADLINE_S)[0]
@@ -288,6 +297,12 @@ class Desk:
             file.write_text(text)
             self._shell(f"promtool check config --syntax-only {file}")
         return ""
+
+
+def _listens(port: int) -> bool:
+    with suppress(ConnectionRefusedError), socket.create_connection(("localhost", port)):
+        return True
+    return False
 
 
 @contextmanager
