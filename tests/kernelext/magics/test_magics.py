@@ -15,7 +15,7 @@ from fractional_gpu.protocol.errors import (
 from fractional_gpu.protocol.messages import GateCommand, GateVerb
 from fractional_gpu_kernel.display.cost import CostView
 from fractional_gpu_kernel.magics.arguments import COMMANDS
-from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
+from tests.kernelext.kernels import RunningKernel, forked_kernel, kernel_environment
 from tests.kernelext.scripted_broker import LEASE, ScriptedBroker
 from tests.kernelext.statuses import COST
 from tests.support.fake_broker import DEADLINE_S
@@ -428,7 +428,7 @@ def test_a_kernel_without_a_lease_runs_and_says_why_it_has_none(folder: Path) ->
     environment = kernel_environment(folder, str(folder / "broker.sock"))
     del environment["JUPYTER_GPU_LEASE"]
     environment["JUPYTER_GPU_NOTICE"] = "Started without a GPU: the pool has no room after the restart."
-    with running_kernel(environment) as kernel:
+    with forked_kernel(environment) as kernel:
         outcome = kernel.run("1 + 1")
         assert outcome.shown == [f"[gpu] {environment['JUPYTER_GPU_NOTICE']}"]
         assert kernel.run("1 + 1").shown == []
@@ -439,7 +439,7 @@ def test_a_kernel_without_a_lease_runs_and_says_why_it_has_none(folder: Path) ->
 def test_a_notebook_for_a_share_runs_to_its_end_on_a_kernel_without_one(folder: Path) -> None:
     environment = kernel_environment(folder, str(folder / "broker.sock"))
     del environment["JUPYTER_GPU_LEASE"]
-    with running_kernel(environment) as kernel:
+    with forked_kernel(environment) as kernel:
         for line in ("%gpu", "%gpu resize 1/2", "%gpu pin always", "%gpu suspend"):
             outcome = kernel.run(line)
             assert outcome.status == "ok", line
@@ -476,7 +476,7 @@ def test_a_kernel_whose_token_is_gone_or_damaged_asks_without_one(
         (folder / "token").write_bytes(content)
     broker.leases[LEASE].token = ""  # only a request without a token is answered
     broker.grant_at_once = True
-    with running_kernel(environment) as kernel:
+    with forked_kernel(environment) as kernel:
         assert kernel.run("print(6 * 7)").printed == "42\n"
 
 
