@@ -1,33 +1,12 @@
 """A suspended kernel comes back before its next cell asks, because of its user's actions in the notebook; never at a neighbour's cost."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from fractional_gpu.protocol.messages import ExpectRequest
-from tests.support.shared_server import SharedServer
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
 pytestmark = pytest.mark.promise("early-resume")
-
-
-@pytest.fixture(scope="module")
-def world(shared_server: SharedServer) -> Iterator[World]:
-    """One broker for all tests of this file."""
-    with shared_server.borrowed() as lent:
-        lent.complete_without_jedi()
-        yield lent
-
-
-def suspended(world: World, server: Server, *policy: str) -> Notebook:
-    (name,) = world.install(750)
-    notebook = server.start(name)
-    if policy:
-        assert world.command("pool", "default", *policy).returncode == 0
-    notebook.must(fill(1))
-    world.suspend_for_others(notebook.kernel_id)
-    return notebook
 
 
 def reasons(world: World, notebook: Notebook) -> list[str]:
@@ -41,10 +20,36 @@ def waited(world: World, notebook: Notebook) -> bool:
     return any(one.startswith(("wait.", "resume.room")) for one in reasons(world, notebook)[before:])
 
 
-def test_a_completion_brings_a_kernel_back_before_its_cell_unless_its_user_suspended_it(
+def test_a_sign_of_a_cell_brings_a_kernel_back_before_it_and_never_at_a_neighbours_cost(
     world: World, server: Server
 ) -> None:
-    notebook = suspended(world, server)
+    world.complete_without_jedi()
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(1))
+    world.suspend_for_others(notebook.kernel_id)
+    another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most(world, notebook)
+    world.suspend_for_others(notebook.kernel_id)
+    a_completion_brings_a_kernel_back_before_its_cell(world, notebook)
+    a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world, notebook)
+    world.suspend_for_others(notebook.kernel_id)
+    assert world.command("pool", "default", "min_residency=1h").returncode == 0
+    a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(world, notebook, server.start(name))
+
+
+def another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most(
+    world: World, notebook: Notebook
+) -> None:
+    assert world.command("pool", "default", "foresight_vain=1MiB").returncode == 0
+    with world.client() as client:
+        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
+    assert world.lease(notebook.kernel_id).lease.expected_by == "typing"
+    assert world.lease(notebook.kernel_id).state == "suspended", "to move it would take more than the bound"
+    assert waited(world, notebook)
+    assert world.command("pool", "default", "foresight_vain=256GiB").returncode == 0
+
+
+def a_completion_brings_a_kernel_back_before_its_cell(world: World, notebook: Notebook) -> None:
     notebook.ask("complete_request", {"code": "buff", "cursor_pos": 4})
     early = world.await_state(notebook.kernel_id, "resident")
     assert "resume.expected" in reasons(world, notebook)
@@ -53,7 +58,6 @@ def test_a_completion_brings_a_kernel_back_before_its_cell_unless_its_user_suspe
     assert "a cell is expected (a completion was requested)" in told.stdout, told
     assert not waited(world, notebook)
     assert not world.lease(notebook.kernel_id).lease.came_early
-    a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world, notebook)
 
 
 def a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world: World, notebook: Notebook) -> None:
@@ -70,25 +74,13 @@ def a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world: Wo
     assert notebook.must(CHECK).text == "intact\n"
 
 
-def test_a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(world: World, server: Server) -> None:
-    notebook = suspended(world, server, "min_residency=1h")
+def a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(
+    world: World, notebook: Notebook, other: Notebook
+) -> None:
     with world.client() as client:
         client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="hover"))
     world.await_state(notebook.kernel_id, "resident")
-    (name,) = world.install(750)
-    other = server.start(name)
     other.must(fill(2))
     assert world.lease(notebook.kernel_id).state == "suspended"
     world.suspend_for_others(other.kernel_id)
     assert notebook.must(CHECK).text == "intact\n"
-
-
-def test_another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most(
-    world: World, server: Server
-) -> None:
-    notebook = suspended(world, server, "foresight_vain=1MiB")
-    with world.client() as client:
-        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
-    assert world.lease(notebook.kernel_id).lease.expected_by == "typing"
-    assert world.lease(notebook.kernel_id).state == "suspended", "to move it would take more than the bound"
-    assert waited(world, notebook)

@@ -5,7 +5,6 @@ A broker whose loop is blocked ends itself. A stopped process does not, however 
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 
 from tests.support.pair import NO_TURNS
 from tests.support.paths import failing
-from tests.support.shared_server import SharedServer
 from tests.support.stopping import stopped
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
@@ -24,14 +22,12 @@ pytestmark = pytest.mark.promise("hung-broker", "watchdog")
 HANG_LIMIT_S = 3
 
 
-@pytest.fixture(scope="module")
-def world(shared_server: SharedServer) -> Iterator[World]:
-    """Its broker soon ends itself when its loop is blocked, and a test can block it."""
-    with shared_server.borrowed() as lent:
-        lent.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
-        lent.environment |= failing(lent.folder / "failpoint")
-        lent.start_broker()
-        yield lent
+@pytest.fixture(autouse=True)
+def _limited(world: World) -> None:
+    """Start a broker that soon ends itself when its loop is blocked, and that a test can block."""
+    world.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
+    world.environment |= failing(world.folder / "failpoint")
+    world.start_broker()
 
 
 def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +52,7 @@ def suspend(world: World, notebook: Notebook) -> None:
     world.await_state(notebook.kernel_id, "suspended")
 
 
-def test_a_cell_says_that_the_broker_is_stopped_and_the_next_one_serves_it_if_its_loop_is_blocked(
+def test_cells_say_that_the_broker_is_stopped_keep_their_place_and_are_served_by_the_next_if_its_loop_is_blocked(
     world: World, server: Server
 ) -> None:
     (name,) = world.install(1000)
@@ -76,6 +72,7 @@ def test_a_cell_says_that_the_broker_is_stopped_and_the_next_one_serves_it_if_it
     assert world.broker_pid() == pid
     suspend(world, notebook)
     a_broker_whose_loop_is_blocked_ends_itself_and_the_next_serves_the_cell(world, notebook)
+    a_cell_that_waits_already_says_it_too_and_keeps_its_place(world, notebook, server.start(name))
 
 
 def a_broker_whose_loop_is_blocked_ends_itself_and_the_next_serves_the_cell(world: World, notebook: Notebook) -> None:
@@ -92,11 +89,8 @@ def a_broker_whose_loop_is_blocked_ends_itself_and_the_next_serves_the_cell(worl
     assert "Traceback" not in log.rpartition("most recent call first")[2]
 
 
-def test_a_cell_that_waits_already_says_it_too_and_keeps_its_place(world: World, server: Server) -> None:
-    (name,) = world.install(1000)
-    holder, waiter = server.start(name), server.start(name)
+def a_cell_that_waits_already_says_it_too_and_keeps_its_place(world: World, holder: Notebook, waiter: Notebook) -> None:
     stop = world.folder / "stop"
-    holder.must(fill(1))
     busy = holder.send(
         f"import os, time\nwhile not os.path.exists({str(stop)!r}):\n    buffer.read()\n    time.sleep(0.05)"
     )

@@ -179,8 +179,8 @@ def empty(stage: Stage) -> Iterator[None]:
 
 
 @pytest.mark.promise("race-brokers")
-@pytest.mark.usefixtures("empty")
-def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
+def test_starters_at_once_end_up_with_one_broker(stage: Stage, world: World) -> None:
+    stage.clear()
     options = json.dumps({"socket": world.socket})
     command = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", options]
     world.start_broker()
@@ -195,7 +195,6 @@ def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
 
 
 @pytest.mark.promise("race-first-use")
-@pytest.mark.usefixtures("empty")
 def test_nothing_is_granted_before_the_ledger_holds_it_and_what_was_let_in_keeps_its_room(
     world: World, server: Server
 ) -> None:
@@ -304,11 +303,12 @@ def test_a_kernel_killed_at_rest_leaves_no_reservation_and_comes_back_under_its_
     world: World, server: Server, pair: Pair
 ) -> None:
     suspended, resident = (world.lease(victim.kernel_id) for victim in (pair.suspended, pair.resident))
-    assert None not in (suspended.pid, resident.pid)
-    kill_all([suspended.pid or 0])
+    assert suspended.pid is not None
+    assert resident.pid is not None
+    kill_all([suspended.pid])
     world.await_restart(pair.suspended.kernel_id, suspended.pid)
     second = _again(server, pair.suspended)
-    kill_all([resident.pid or 0])
+    kill_all([resident.pid])
     second.must(fill(5, MIB))  # what the dead process held is free at once: no kernel is suspended for it
     world.await_restart(pair.resident.kernel_id, resident.pid)
     for before in (suspended, resident):

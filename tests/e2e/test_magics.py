@@ -80,27 +80,6 @@ def a_resize_takes_effect_without_a_restart_and_back(world: World, notebook: Not
     assert notebook.run(BIG).status == "error"
 
 
-def test_a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World, server: Server) -> None:
-    (whole,) = world.install(1000)
-    notebook = server.start(whole)
-    assert world.command("pool", "default", "overlap_resume=true").returncode == 0
-    notebook.must(FILL)
-    notebook.send("%gpu suspend")
-    world.await_state(notebook.kernel_id, "suspended")
-    fault = faults.inject(world.simulated_folder, "restore", "hang")
-    request = notebook.send("print('on the processor'); print(buffer.read(1))")
-    for message in notebook.messages(request):
-        if message["msg_type"] == "stream":
-            assert message["content"]["text"] == "on the processor\n"
-            break
-    assert world.lease(notebook.kernel_id).state == "resuming"
-    faults.remove(world.simulated_folder, fault)
-    assert notebook.wait(request).text == "b'x'\n"
-    assert notebook.must("print(buffer.read(1))").text == "b'x'\n"
-    assert world.lease(notebook.kernel_id).position is None
-    assert world.command("pool", "default", "overlap_resume=false").returncode == 0
-
-
 def test_a_burst_takes_an_idle_neighbours_room_waits_for_a_busy_one_and_gives_it_back_however_it_ends(
     world: World, server: Server
 ) -> None:
@@ -152,13 +131,15 @@ def waits_says_why_and_can_be_interrupted(world: World, first: Notebook, second:
     assert first.must("%%gpu 1\nprint('ran')").text == "ran\n"
 
 
-def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_veto(
+def test_a_resume_may_overlap_a_cell_and_an_idle_suspension_is_announced_beneath_the_last_one_unless_pinned(
     world: World, server: Server
 ) -> None:
     (whole,) = world.install(1000)
     notebook = server.start(whole)
-    assert world.command("pool", "default", "idle_after=10s", "warn_before=9s", "min_residency=0").returncode == 0
     notebook.must(FILL)
+    a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world, notebook)
+    assert world.command("pool", "default", "idle_after=10s", "warn_before=9s", "min_residency=0").returncode == 0
+    notebook.must("buffer.read(1)")
     while True:  # after the cell's end: the kernel is idle
         message = json.loads(notebook.socket.recv())
         if "This kernel is idle" in message["content"].get("data", {}).get("text/plain", ""):
@@ -175,3 +156,21 @@ def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_ve
         reasons = [line.reason for line in client.story(world.lease(notebook.kernel_id).lease_id).lines]
     assert reasons.index("suspend.announced") < reasons.index("suspend.idle")
     assert notebook.must("print(buffer.read(1))").text == "b'x'\n"
+
+
+def a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World, notebook: Notebook) -> None:
+    assert world.command("pool", "default", "overlap_resume=true").returncode == 0
+    notebook.send("%gpu suspend")
+    world.await_state(notebook.kernel_id, "suspended")
+    fault = faults.inject(world.simulated_folder, "restore", "hang")
+    request = notebook.send("print('on the processor'); print(buffer.read(1))")
+    for message in notebook.messages(request):
+        if message["msg_type"] == "stream":
+            assert message["content"]["text"] == "on the processor\n"
+            break
+    assert world.lease(notebook.kernel_id).state == "resuming"
+    faults.remove(world.simulated_folder, fault)
+    assert notebook.wait(request).text == "b'x'\n"
+    assert notebook.must("print(buffer.read(1))").text == "b'x'\n"
+    assert world.lease(notebook.kernel_id).position is None
+    assert world.command("pool", "default", "overlap_resume=false").returncode == 0

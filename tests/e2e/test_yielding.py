@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.paths import STRANGER
-from tests.support.shared_server import SharedServer
 from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("yielding")
@@ -66,17 +65,10 @@ def states(world: World) -> list[str]:
 POOL = "{'default': {'idle_after': 'on-demand', 'min_residency': 0, 'min_residency_swaps': 0, 'strangers': 'yield'}}"
 
 
-@pytest.fixture(scope="module")
-def world(shared_server: SharedServer) -> Iterator[World]:
-    """One broker for all tests of this file."""
-    with shared_server.borrowed() as lent:
-        lent.configure(f"c.GPUBroker.pools = {POOL}")
-        yield lent
-
-
-def test_idle_kernels_leave_for_a_program_that_grows_and_come_back_when_it_has_gone(
+def test_idle_kernels_leave_for_a_program_that_grows_and_come_back_and_a_busy_one_leaves_if_the_pool_says_so(
     world: World, server: Server
 ) -> None:
+    world.configure(f"c.GPUBroker.pools = {POOL}")
     notebooks = start(world, server, "a", "b")
     with stranger(world, 100) as program:
         until(lambda: world.status().devices[0].strangers, "it is seen")
@@ -91,21 +83,20 @@ def test_idle_kernels_leave_for_a_program_that_grows_and_come_back_when_it_has_g
         assert notebooks["b"].wait(waiting).text == "b'bbb'\n"
     for name, notebook in notebooks.items():
         intact(notebook, name)
+    notebooks["b"].shut_down()
+    a_busy_kernel_leaves_only_in_a_pool_that_says_so(world, notebooks["a"])
 
 
-def test_a_busy_kernel_leaves_only_in_a_pool_that_says_so(world: World, server: Server) -> None:
-    notebooks = start(world, server, "a")
+def a_busy_kernel_leaves_only_in_a_pool_that_says_so(world: World, notebook: Notebook) -> None:
     gate = world.state / "go"
-    running = notebooks["a"].send(
-        f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\nprint('on')"
-    )
-    until(lambda: world.lease(notebooks["a"].kernel_id).busy, "its cell runs")
+    running = notebook.send(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\nprint('on')")
+    until(lambda: world.lease(notebook.kernel_id).busy, "its cell runs")
     with stranger(world, 770):
         until(lambda: world.status().devices[0].over_committed, "it is seen")
-        assert world.lease(notebooks["a"].kernel_id).state == "resident"
+        assert world.lease(notebook.kernel_id).state == "resident"
         assert world.command("pool", "default", "strangers=yield-busy").returncode == 0
-        world.await_state(notebooks["a"].kernel_id, "suspended")
-    world.await_state(notebooks["a"].kernel_id, "resident")
+        world.await_state(notebook.kernel_id, "suspended")
+    world.await_state(notebook.kernel_id, "resident")
     gate.touch()
-    assert notebooks["a"].wait(running).text == "on\n"
-    intact(notebooks["a"], "a")
+    assert notebook.wait(running).text == "on\n"
+    intact(notebook, "a")
