@@ -22,7 +22,7 @@ __all__ = ["HubServer", "HubWorld", "Refused", "new_hub"]
 
 _CONFIG = """
 import json, os
-import jupyterhub.spawner
+import jupyterhub.services.service, jupyterhub.spawner
 from fractional_gpu_hub import configure
 from tests.support.ports import free_ports
 # The hub chooses a port from the system, and its server listens there a second later: a concurrent test's kernel may have taken it
@@ -34,6 +34,7 @@ def new_port():
     given_ports.add(port)
     return port
 jupyterhub.spawner.random_port = new_port
+jupyterhub.services.service._ServiceSpawner.poll_interval = 5  # half a minute otherwise: a broker that was killed is started again
 given = json.loads(os.environ["TEST_HUB"])
 c = get_config()
 if given["before"]:
