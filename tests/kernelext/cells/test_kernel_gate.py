@@ -90,14 +90,13 @@ def test_close_while_a_cell_runs_is_answered_busy(
     assert broker.answer_to(7) == "closed"
 
 
-@pytest.mark.parametrize(
-    "code", ["1/0", "def f(:", "%%nonsense\nx", "get_ipython().run_cell('')", "get_ipython().run_cell('1/0');", "  "]
-)
-def test_after_any_cell_the_gate_can_be_shut(kernel: RunningKernel, broker: ScriptedBroker, code: str) -> None:
-    open_gate(kernel, broker)
-    kernel.run(code)
-    broker.stream("gate").command(GateVerb.CLOSE, 5)
-    assert broker.answer_to(5) == "closed"
+def test_after_any_cell_the_gate_can_be_shut(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    cells = ("1/0", "def f(:", "%%nonsense\nx", "get_ipython().run_cell('')", "get_ipython().run_cell('1/0');", "  ")
+    for number, code in enumerate(cells, 5):
+        open_gate(kernel, broker)
+        kernel.run(code)
+        broker.stream("gate").command(GateVerb.CLOSE, number)
+        assert broker.answer_to(number) == "closed", code
 
 
 def test_nested_cells_keep_the_outer_one_running(kernel: RunningKernel, broker: ScriptedBroker, folder: Path) -> None:
@@ -218,9 +217,8 @@ def test_a_silent_cell_waits_and_shows_nothing(kernel: RunningKernel, broker: Sc
     assert kernel.run("print(x + 1)").printed == "42\n"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_what_does_not_need_the_gpu_does_not_ask_for_it(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    for code in (
         "%gpu",
         "# note\n\n%gpu help",
         "%gpu?",
@@ -228,15 +226,11 @@ def test_a_silent_cell_waits_and_shows_nothing(kernel: RunningKernel, broker: Sc
         "%%cpu\nimport asyncio; await asyncio.sleep(0)",
         " \n",
         "%%cpu",
-    ],
-)
-def test_what_does_not_need_the_gpu_does_not_ask_for_it(
-    kernel: RunningKernel, broker: ScriptedBroker, code: str
-) -> None:
-    assert kernel.run(code).status == "ok"
-    assert kernel.run(code, silent=True).status == "ok"
-    assert kernel.run(code, store_history=False).status == "ok"
-    assert "acquire" not in broker.routes()
+    ):
+        assert kernel.run(code).status == "ok", code
+        assert kernel.run(code, silent=True).status == "ok", code
+        assert kernel.run(code, store_history=False).status == "ok", code
+        assert "acquire" not in broker.routes(), code
 
 
 def test_cells_nested_in_a_cpu_cell_do_not_ask_either(kernel: RunningKernel, broker: ScriptedBroker) -> None:
