@@ -1,6 +1,7 @@
 """The page in a real browser and by its colours: readable at 320 pixels, in light and dark, and loading nothing."""
 
 import csv
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from fractional_gpu.reports.as_json import as_json
 from fractional_gpu.reports.chargeback import as_csv
 from fractional_gpu.reports.columns import tabulated
 from fractional_gpu.reports.page import PARTS, bars, day_bars, page
+from fractional_gpu.simulator.picture import picture
 from tests.e2e.browser import opened_browser
 from tests.kernelext.statuses import ADVICE
 from tests.reports.made import BEGINS_S, report_of
+from tests.simulator.test_picture import ABOUT, two_runs
 from tests.support.axe import assert_accessible, assert_accessible_in_any_look, violations
 
 pytestmark = pytest.mark.promise("accessibility")
@@ -81,12 +84,16 @@ def test_the_page_fits_its_window_and_loads_nothing(browser: Browser, tmp_path: 
     opened.close()
 
 
-def test_axe_finds_nothing_on_the_page_in_any_look(browser: Browser, tmp_path: Path) -> None:
-    """With advice and in several pools, as for an administrator, and of a time without use."""
+def test_axe_finds_nothing_on_the_pages_in_any_look(browser: Browser, tmp_path: Path) -> None:
+    """A report with advice and in several pools, as for an administrator, one of a time without use, and simulated runs in every colour."""
     large = replace(week(days=2), advice=[replace(ADVICE, notebook="a-notebook-with-a-long-name" * 4 + ".ipynb")])
-    for report, by in ((large, ["user", "day"]), (report_of([]), ["user"])):
-        file = tmp_path / "use.html"
-        file.write_text(page(report, by, made_by="jupyter gpu report", zone=UTC))
+    for text in (
+        page(large, ["user", "day"], made_by="jupyter gpu report", zone=UTC),
+        page(report_of([]), ["user"], made_by="jupyter gpu report", zone=UTC),
+        picture(two_runs() * 5, dataclasses.replace(ABOUT, policy="c.GPUBroker.pools = {...}\n" * 3)),
+    ):
+        file = tmp_path / "page.html"
+        file.write_text(text)
         opened = browser.new_page(viewport={"width": 1280, "height": 800})
         opened.goto(file.as_uri())
         assert_accessible_in_any_look(opened)

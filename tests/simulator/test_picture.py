@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,7 @@ from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.picture import RunDescription, headline, picture
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
-from tests.e2e.browser import opened_browser
 from tests.simulator.loads import BUSY
-from tests.support.axe import assert_accessible_in_any_look
 
 pytestmark = pytest.mark.promise("accessibility")
 
@@ -28,6 +25,10 @@ ABOUT = RunDescription(
 
 @pytest.fixture(scope="module")
 def runs() -> list[Result]:
+    return two_runs()
+
+
+def two_runs() -> list[Result]:
     device = DeviceSpec(device_id="d0", name="d", memory_mib=81_920)
     host = Host(devices=(device,), pools=(PoolSpec(name="default", devices=("d0",)),))
     trace = synthetic_sessions(8, 1, 2, BUSY)
@@ -62,16 +63,6 @@ def test_the_page_loads_nothing_and_shows_every_run(runs: list[Result]) -> None:
     checked.feed(page)
     checked.close()
     assert not checked.open
-
-
-def test_axe_finds_nothing_on_the_page_in_any_look(runs: list[Result], tmp_path: Path) -> None:
-    """Ten runs have all colours and dashes."""
-    file = tmp_path / "run.html"
-    file.write_text(picture(runs * 5, replace(ABOUT, policy="c.GPUBroker.pools = {...}\n" * 3)))
-    with opened_browser() as browser:
-        opened = browser.new_page(viewport={"width": 1280, "height": 800})
-        opened.goto(file.as_uri())
-        assert_accessible_in_any_look(opened)
 
 
 def test_all_that_is_given_is_escaped(runs: list[Result]) -> None:
