@@ -35,7 +35,8 @@ def test_a_copy_has_the_same_bytes_and_takes_no_more_room(tmp_path: Path, size: 
     source, target = sparse(tmp_path / "source", size, data), tmp_path / "target"
     _copy(source, target, size)
     assert target.read_bytes() == source.read_bytes()
-    assert target.stat().st_blocks <= source.stat().st_blocks
+    more_bytes = 512 * (target.stat().st_blocks - source.stat().st_blocks)
+    assert more_bytes < MIB, "a hole was filled: the file system's own tables are smaller"
 
 
 def test_each_hole_is_looked_for_once_however_much_data_lies_before_it(

@@ -38,7 +38,12 @@ LEFT_OUT: Final = (
     "tests/kernelext/cells/test_msgspec.py",  # has a separate environment, which tests/run sets up
     "tests/kernelext/cells/test_gui_loops.py",  # ipykernel 6 has no way to wake such a loop: nothing is freed there
 )
-JUDGED: Final = ("tests/site/test_build.py", "tests/e2e/test_accessible_notebook.py", "tests/reports/test_page.py")
+JUDGED: Final = (
+    "tests/site/test_build.py",
+    "tests/e2e/test_accessible_notebook.py",
+    "tests/e2e/test_browser.py",
+    "tests/reports/test_page.py",
+)
 CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
 _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")
 _EXTRAS: Final = "[lab,hub]"
@@ -147,7 +152,7 @@ def check_site(out: Path) -> str:
 
 def check_accessibility() -> str:
     """Have axe judge each page of the site, what a notebook shows and the reports, in each look; return pytest's last line."""
-    judge = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-k", "axe or accessible", *JUDGED]
+    judge = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-k", "axe or accessible or panel", *JUDGED]
     return _run(judge, environment={"JUPYTER_GPU_ALL_LOOKS": "1"}).strip().splitlines()[-1]
 
 
