@@ -88,7 +88,7 @@ _PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 
 @contextmanager
 def opened_browser() -> Iterator[Browser]:
-    # The shell, which has no windows of its own, takes a third less processor time for the same pages.
+    # The shell opens no windows, and takes a third less processor time for the same pages.
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     chromium = next(filter(None, map(shutil.which, names)), None)
     assert chromium, "these tests need Chromium (Debian: apt-get install chromium-headless-shell)"

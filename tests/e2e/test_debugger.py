@@ -74,7 +74,7 @@ def test_variables_that_touch_the_gpu_are_shown_and_bring_the_memory_back(pair: 
     assert first.debug("debugInfo")["success"]
     assert pair.world.lease(first.kernel_id).state == "suspended", "what needs no GPU brings nothing back"
     assert inspects(first).startswith("its digest is")
-    # The process goes on a moment before its broker has recorded that.
+    # The process continues shortly before the broker records that it is back.
     pair.world.await_state(first.kernel_id, "resident")
     assert first.must(CHECK).text == "intact\n"
 
