@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.revoke import Candidate, Plan, plan_saving, value_of
@@ -48,6 +48,7 @@ def _value(plan: Plan) -> int:
 
 
 @given(_SOME, st.integers(0, 300))
+@example([(10, 300, 500, 0, False), *([(7, 250, 500, 0, False)] * 2)], 0)  # the greedy choice is 10
 def test_one_channel_saves_as_much_as_any_choice_could(rows: list[tuple[int, int, int, int, bool]], now: int) -> None:
     candidates = _candidates(rows)
     plan = plan_saving(candidates, free_ms=[now], host_left_mib=10_000)

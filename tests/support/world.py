@@ -13,6 +13,7 @@ import tempfile
 import urllib.error
 import urllib.request
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from unittest.mock import patch
 import websocket
 
 from fractional_gpu.broker.process.driver_start import simulated_folder
+from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.client.state_folder import make_state_folder
@@ -122,19 +124,25 @@ class World:
         """
         if simulate:
             self.environment["JUPYTER_GPU_SIMULATE"] = simulate
-        subprocess.run(
-            [
-                *through,
-                sys.executable,
-                "-P",
-                "-m",
-                "fractional_gpu.broker",
-                "--detach",
-                json.dumps({"socket": self.socket}),
-            ],
-            env=self.environment,
-            check=True,
-        )
+        if through:
+            options = json.dumps({"socket": self.socket})
+            argv = [*through, sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", options]
+            subprocess.run(argv, env=self.environment, check=True)
+            return
+        # A new process, so that the broker is not this one's child. Python 3.12 warns of threads: they hold no lock that is used here.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            try:
+                os.environ.clear()
+                os.environ.update(self.environment)
+                code = start_detached(BrokerOptions(socket=self.socket))
+                sys.stderr.flush()
+                os._exit(code)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the broker does not start"
 
     def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Run `jupyter gpu` in this world, within this process: its imports take longer than most commands."""
