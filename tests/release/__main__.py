@@ -5,8 +5,9 @@
 - A run of this version on a real GPU is recorded.
 - Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
 - The extension's prebuilt files match its sources, and name the licence of everything in them.
-- The documentation's site has no warning.
-- axe finds nothing on any page of the site, in what a notebook shows and in the reports, in each look.
+- The wheel is used next to other packages, and uninstalled without a trace.
+- The documentation's site has no warning, and axe finds nothing on any of its pages.
+- axe finds nothing in what a notebook shows and in the reports, in each look.
 - The wheel is installed into an empty environment of each supported Python that the machine has: of the lowest with the oldest declared
   dependencies, of the others with the newest, which the suite itself uses with the lowest. There the core of the suite passes, on the
   installed package: configuration, ledger, client, commands, kernel extension. Commands for Pythons that are missing are named.
@@ -38,12 +39,7 @@ LEFT_OUT: Final = (
     "tests/kernelext/cells/test_msgspec.py",  # has a separate environment, which tests/run sets up
     "tests/kernelext/cells/test_gui_loops.py",  # ipykernel 6 has no way to wake such a loop: nothing is freed there
 )
-JUDGED: Final = (
-    "tests/site/test_build.py",
-    "tests/e2e/test_accessible_notebook.py",
-    "tests/e2e/test_browser.py",
-    "tests/reports/test_page.py",
-)
+LOOKS: Final = ("tests/e2e/test_accessible_notebook.py", "tests/e2e/test_browser.py", "tests/reports/test_page.py")
 CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
 _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")
 _EXTRAS: Final = "[lab,hub]"
@@ -145,15 +141,10 @@ def check_extension() -> str:
     return f"as built from its sources; {len(packages)} packages of others in it ({', '.join(kinds) or 'none'})"
 
 
-def check_site(out: Path) -> str:
-    """Build the site; return its size."""
-    return _run([sys.executable, "-m", "docs._site.build", str(out / "site")]).splitlines()[-1].partition(": ")[2]
-
-
-def check_accessibility() -> str:
-    """Have axe judge each page of the site, what a notebook shows and the reports, in each look; return pytest's last line."""
-    judge = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-k", "axe or accessible or panel", *JUDGED]
-    return _run(judge, environment={"JUPYTER_GPU_ALL_LOOKS": "1"}).strip().splitlines()[-1]
+def passes(*arguments: str) -> str:
+    """Run these tests, in each look, and return pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-q", *arguments]
+    return _run(command, environment={"JUPYTER_GPU_ALL_LOOKS": "1"}).strip().splitlines()[-1]
 
 
 # -- environments -------------------------------------------------------------------------------------------------------------
@@ -224,8 +215,9 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
     yield built
     checks = {
         **(dict(_environments(scratch, versions)) if built.holds else {}),
-        "accessibility": check_accessibility,
-        "site": lambda: check_site(scratch),
+        "accessibility": lambda: passes("-n", "2", "-k", "axe or accessible or panel", *LOOKS),
+        "site": lambda: passes("tests/site/test_build.py"),
+        "wheel in use": lambda: passes("tests/installs/test_story.py"),
         "JupyterLab's extension": check_extension,
     }
     with ThreadPoolExecutor(_AT_ONCE) as pool:
