@@ -1,6 +1,5 @@
 """What a program sees: allocations, limits, and what death gives back."""
 
-import os
 import threading
 from contextlib import ExitStack
 
@@ -63,17 +62,14 @@ def test_what_the_dead_held_is_free_for_the_next(host: Host) -> None:
 
 def test_a_zombie_holds_nothing(host: Host, kernel: KernelProcess, monitor: Monitor) -> None:
     kernel.run("!x = cuda.allocate(2**20)")
-    os.kill(kernel.pid, 9)
-    # Not waited for: it stays a zombie.
-    os.waitid(os.P_PID, kernel.pid, os.WEXITED | os.WNOWAIT)
+    kernel.process.kill()
+    kernel.process.wait_unreaped()
     assert monitor.use(host.devices[0]).used_mib == 0
 
 
 def test_an_orderly_exit_leaves_nothing_behind(host: Host, kernel: KernelProcess) -> None:
     kernel.run("!x = cuda.allocate(2**20)")
-    assert kernel.process.stdin is not None
-    kernel.process.stdin.close()
-    assert kernel.process.wait() == 0
+    assert kernel.end() == 0
     assert host.left_behind() == []
 
 

@@ -199,8 +199,6 @@ def test_a_process_that_exits_while_suspended_gives_its_saved_bytes_back(
     kernel.run("!x = cuda.allocate(2**20); x.fill(b'x')")
     driver.lock(kernel.pid, 1000)
     driver.checkpoint(kernel.pid)
-    assert kernel.process.stdin is not None
-    kernel.process.stdin.close()
-    assert kernel.process.wait() == 0
+    assert kernel.end() == 0
     assert host.left_behind() == []
     assert driver.state(kernel.pid) is S.GONE

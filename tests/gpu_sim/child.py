@@ -1,7 +1,4 @@
-"""A little kernel for tests: runs the cells it reads, answers `begun`, then the value or the error as JSON.
-
-Its argument is the module that cells know as `cuda`: the simulated device's, or `tests.driver_double.device`.
-"""
+"""A little kernel for tests: runs the cells it reads, answers `begun`, then the value or the error as JSON."""
 
 import importlib
 import json
@@ -29,7 +26,10 @@ def say_when_sigint_is_held() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def serve(names: dict[str, Any]) -> None:
+def main(arguments: list[str]) -> int:
+    """The argument is the module that cells know as `cuda`: the simulated device's, or `tests.driver_double.device`."""
+    cuda = importlib.import_module(arguments[0])
+    names = {"cuda": cuda, "b": {}, "say_when_sigint_is_held": say_when_sigint_is_held}
     for line in sys.stdin:
         text = json.loads(line)
         mode = "exec" if text.startswith("!") else "eval"
@@ -40,7 +40,4 @@ def serve(names: dict[str, Any]) -> None:
             say({"value": value})
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the test decides what it expected)
             say({"error": type(error).__name__, "message": str(error)})
-
-
-if __name__ == "__main__":
-    serve({"cuda": importlib.import_module(sys.argv[1]), "b": {}, "say_when_sigint_is_held": say_when_sigint_is_held})
+    return 0

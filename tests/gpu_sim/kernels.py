@@ -6,20 +6,17 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, Self
 
 from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.processes import current_key, lock_file
 from fractional_gpu.host.process import identify
+from tests.gpu_sim.forked import Forked
 from tests.support.paths import PYTHONPATH
 
-CHILD = Path(__file__).with_name("child.py")
 PATIENCE_S = 30.0
 MIB = 1 << 20
 
@@ -47,15 +44,19 @@ class KernelProcess:
 
     def __init__(self, module: str, environment: dict[str, str], *, uid: int | None = None) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER_GPU_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(CHILD), module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**inherited, **environment, "PYTHONPATH": PYTHONPATH},
-            user=uid,
-            group=uid,
-            extra_groups=None if uid is None else [],
+        (cells, written), (read, messages) = os.pipe(), os.pipe()
+        self._cells, self._messages = os.fdopen(written, "wb"), os.fdopen(read, "rb")
+        self.process = Forked(
+            "tests.gpu_sim.child:main",
+            module,
+            imports=[module],
+            stdin=cells,
+            stdout=messages,
+            environment={**inherited, **environment, "PYTHONPATH": PYTHONPATH},
+            uid=uid,
         )
+        os.close(cells)
+        os.close(messages)
         self.pid = self.process.pid
         self._pending = b""
 
@@ -72,9 +73,8 @@ class KernelProcess:
 
     def begin(self, line: str) -> None:
         """Start a line; it is running when this returns."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(line).encode() + b"\n")
-        self.process.stdin.flush()
+        self._cells.write(json.dumps(line).encode() + b"\n")
+        self._cells.flush()
         assert self.message() == {"begun": True}
 
     def result(self) -> Any:  # noqa: ANN401 (whatever the line gives)
@@ -87,14 +87,12 @@ class KernelProcess:
 
     def message(self, patience_s: float = PATIENCE_S) -> dict[str, Any] | None:
         """Return the next message, None if there was none in time."""
-        assert self.process.stdout is not None
-        descriptor = self.process.stdout.fileno()
         deadline = time.monotonic() + patience_s
         while b"\n" not in self._pending:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select([self._messages], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
-            part = os.read(descriptor, 1 << 16)
+            part = os.read(self._messages.fileno(), 1 << 16)
             assert part, "the kernel died"
             self._pending += part
         line, _, self._pending = self._pending.partition(b"\n")
@@ -112,9 +110,14 @@ class KernelProcess:
         """Kill it and wait until it is reaped. Idempotent."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None and not pipe.closed:
+        for pipe in (self._cells, self._messages):
+            with suppress(BrokenPipeError):
                 pipe.close()
+
+    def end(self) -> int:
+        """Let it end by itself: its input ends. Return its exit status."""
+        self._cells.close()
+        return self.process.wait()
 
 
 class Kernel(KernelProcess):
@@ -133,7 +136,7 @@ class Kernel(KernelProcess):
 class WorkerProcess(NamedTuple):
     """A checkpoint worker and its channel."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     channel: socket.socket
 
 
@@ -147,10 +150,14 @@ def backend_worker(backend: str, environment: dict[str, str]) -> Iterator[Worker
     """A checkpoint worker, as the broker starts it; killed at the end."""
     paths = [environment.get("PYTHONPATH", ""), PYTHONPATH]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", backend],
+    process = Forked(
+        "fractional_gpu.gpu.worker:main",
+        "--backend",
+        backend,
+        imports=["fractional_gpu.gpu.simulated.checkpointer", "fractional_gpu.gpu.nvidia.checkpointer"],
         stdin=theirs.fileno(),
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        stdout=2,
+        environment={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
     )
     theirs.close()
     worker = WorkerProcess(process, ours)

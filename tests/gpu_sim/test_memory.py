@@ -15,7 +15,7 @@ from tests.support.paths import STRANGER
 def test_the_notebook_side_needs_only_the_standard_library(kernel: Kernel) -> None:
     kernel.run("cuda.memory_info()")
     loaded = kernel.run("[name for name in __import__('sys').modules]")
-    tests = {"sitecustomize", "quick_start", "injections"}  # at each start, the first is Debian's elsewhere
+    tests = {"tests", "sitecustomize", "quick_start", "injections"}  # at each start, the first is Debian's elsewhere
     own = {*sys.stdlib_module_names, "__main__", "__mp_main__", *tests}
     foreign = {name.partition(".")[0] for name in loaded} - own
     assert {name for name in foreign if not name.startswith(("_", "sphinxcontrib"))} <= {"fractional_gpu"}
