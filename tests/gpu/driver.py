@@ -5,9 +5,11 @@ import importlib
 import random
 from typing import Any, Final
 
-__all__ = ["BLOCK", "Driver", "DriverError", "Noise"]
+__all__ = ["BLOCK", "DOUBLE", "Driver", "DriverError", "Noise"]
 
+DOUBLE: Final = "DRIVER_DOUBLE"  # set where the driver is a double: its times say nothing about GPUs
 BLOCK: Final = 16 << 20  # bytes that are filled and compared at a time
+_PART: Final = (1 << 20) + 61  # bytes of noise that are repeated; no multiple of a page, so all pages of a block differ
 _STAMP: Final = 4096  # bytes at the start of each block that hold the block's number
 _SEED: Final = 17
 
@@ -65,7 +67,10 @@ class Noise:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._block = ctypes.create_string_buffer(random.Random(_SEED).randbytes(BLOCK), BLOCK)
+        part = random.Random(_SEED).randbytes(_PART)
+        self._block = ctypes.create_string_buffer(BLOCK)
+        for start in range(0, BLOCK, _PART):
+            ctypes.memmove(ctypes.addressof(self._block) + start, part, min(_PART, BLOCK - start))
         self._libc = ctypes.CDLL(None)
         self._libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 

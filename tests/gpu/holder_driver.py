@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from tests.gpu.driver import Driver, Noise
-from tests.gpu.items import DOUBLE
+from tests.gpu.driver import DOUBLE, Driver, Noise
 
 __all__ = ["DriverHolding", "location"]
 

@@ -23,13 +23,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from tests.gpu.driver import DOUBLE
 from tests.gpu.look import driver_messages, sees
 from tests.gpu.talk import Talker, TalkError
 from tests.support.paths import PYTHONPATH, ROOT
 
-__all__ = ["DOUBLE", "Item", "NotHereError", "Note", "Setting", "cycle", "described", "main", "opened_backend", "tried"]
+__all__ = ["Item", "NotHereError", "Note", "Setting", "cycle", "described", "main", "opened_backend", "tried"]
 
-DOUBLE: Final = "DRIVER_DOUBLE"  # set where the driver is a double: its times say nothing about GPUs
 Note = Callable[[str, object], None]
 _ROOT: Final = ROOT
 _SIMULATED: Final = "1x512MiB"
@@ -158,9 +158,11 @@ def main(module: str, items: Mapping[str, Item], arguments: Sequence[str] | None
     found: dict[str, Any] = {"items": {}}
     failed: list[str] = []
     with opened_backend(simulated=options.simulated) as backend:
+        held_mib = _used_mib(backend)
         for name in options.only or items:
             _say(f"{name}: at most {items[name].longest_s} s")
-            row = found["items"][name] = _run(module, name, items[name], backend, options)
+            row, held_mib = _run(module, name, items[name], backend, options, before_mib=held_mib)
+            found["items"][name] = row
             failed += [name] if row["outcome"] not in ("answered", "not here") else []
             _say(f"{name}: {row['outcome']} in {row['seconds']} s {row.get('why', '')}".rstrip())
             if options.json is not None:
@@ -217,15 +219,17 @@ def _be_one(item: Item, options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(module: str, name: str, item: Item, backend: str, options: argparse.Namespace) -> dict[str, Any]:
+def _run(
+    module: str, name: str, item: Item, backend: str, options: argparse.Namespace, *, before_mib: float | None
+) -> tuple[dict[str, Any], float | None]:
+    """Return the item's row, and what the device holds after it."""
     lacking = _lacking(item, backend)
     if lacking:
-        return {"outcome": "not here", "why": lacking, "seconds": 0.0}
+        return {"outcome": "not here", "why": lacking, "seconds": 0.0}, before_mib
     longest_s = options.longest or item.longest_s
     with tempfile.TemporaryDirectory(prefix="jgl-item-") as folder:
         answer = Path(folder, "answer.json")
         command = [sys.executable, "-P", "-m", module, "--item", name, "--backend", backend, "--answer", str(answer)]
-        before_mib = _used_mib(backend)
         begun = time.monotonic()
         with driver_messages() as messages, Path(folder, "log").open("w+b") as log:
             outcome = _supervise([*command, *(["--small"] if options.small else [])], log, longest_s)
@@ -247,7 +251,7 @@ def _run(module: str, name: str, item: Item, backend: str, options: argparse.Nam
             row["left_mib"] = "the device cannot be read"
         elif after_mib - before_mib >= 1:
             row["left_mib"] = round(after_mib - before_mib, 1)
-        return row
+        return row, after_mib
 
 
 def _lacking(item: Item, backend: str) -> str:

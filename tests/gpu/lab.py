@@ -33,7 +33,7 @@ from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 from tests.gpu.cells import Cells, DriverCells, SimulatedCells, TorchCells
-from tests.gpu.items import DOUBLE
+from tests.gpu.driver import DOUBLE
 from tests.support import faults
 from tests.support.paths import PYTHONPATH
 
