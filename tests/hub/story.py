@@ -16,7 +16,7 @@ from tests.support.hub import HubServer, HubWorld, new_hub
 from tests.support.paths import ROOT
 from tests.support.world import Notebook, new_world, until
 
-__all__ = ["SETTINGS", "SIMULATE", "Story"]
+__all__ = ["KERNEL", "SETTINGS", "SIMULATE", "Story"]
 
 EXAMPLES = ROOT / "examples"
 SETTINGS = {"pools": {"default": {"oversubscription": 12, "wait_bound": "100%", "idle_after": "on-demand"}}}

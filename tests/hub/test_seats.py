@@ -1,4 +1,7 @@
-"""Every seat is right after a real hub was restarted, killed or lost its database, and after servers and kernels were killed."""
+"""Users of a real hub notice no restart; and every seat is right after the hub was killed or lost its database, or servers were killed.
+
+`tests/run hub` tells the story of the restarts with twelve users.
+"""
 
 import os
 import signal
@@ -10,24 +13,13 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 
 from fractional_gpu.protocol.status import LeaseStatus, SeatStatus
+from tests.hub.story import KERNEL, SETTINGS, SIMULATE, Story
 from tests.support.hub import HubWorld, new_hub
 from tests.support.managed import must, ready
 from tests.support.stories import CHECK, fill
-from tests.support.world import Notebook, World, new_world, until
+from tests.support.world import Notebook, new_world, until
 
-pytestmark = pytest.mark.promise("live-seat", "seat-ends")
-
-SETTINGS = {
-    "pools": {
-        "default": {
-            "oversubscription": 4,
-            "wait_bound": "100%",
-            "when_full": "refuse",
-            "user_limits": {"fraction": "1/2"},
-        }
-    }
-}
-KERNEL = "fractional-gpu-default-500"
+POOL = {**SETTINGS["pools"]["default"], "when_full": "refuse", "user_limits": {"fraction": "3/4"}}
 OUTLIVES_ITS_SERVER = """
 import os
 from ipykernel.connect import get_connection_file
@@ -37,11 +29,12 @@ print(server, os.getpid(), get_connection_file())
 """
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with new_world("1x256MiB") as world:
-        world.install(500)
-        yield world
+@pytest.fixture(scope="module")
+def story() -> Iterator[Story]:
+    with new_world(SIMULATE) as world:
+        world.install(750)
+        with new_hub(world, {"pools": {"default": POOL}}) as hub:
+            yield Story(hub, users=2, seed=1)
 
 
 def seats(hub: HubWorld) -> list[SeatStatus]:
@@ -72,62 +65,72 @@ class Outliving:
             yield client
 
 
+@pytest.mark.promise("hub-restarts")
+@pytest.mark.timeout(600)
+def test_users_share_a_device_and_restarts_are_not_noticed(story: Story) -> None:
+    story.run()
+
+
+@pytest.mark.promise("live-seat", "seat-ends")
 def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_seat_outlives_its_server(
-    world: World,
+    story: Story,
 ) -> None:
-    """The server is killed in the middle of a cell, the broker, then the hub with its database; the next hub adopts its servers."""
-    with new_hub(world, SETTINGS, cleanup=True) as hub:
-        until(world.broker_pid, "the hub's broker serves")
-        server = hub.server("ada", pool="default", fraction="1/2")
-        notebook = server.start(KERNEL)
-        notebook.must(fill(1))
-        kernel = Outliving.of(notebook)
-        runs = world.folder / "runs"
-        notebook.send(
-            f"import time\nopen({str(runs)!r}, 'w').close()\nwhile True:\n    buffer.read()\n    time.sleep(0.05)"
-        )
-        until(runs.exists, "the cell runs")
-        server.hang_up()
-        world.end(kernel.server, signal.SIGKILL)
+    """Goes on where the story above ends. The server is killed in the middle of a cell, the broker, then the hub with its database.
 
-        until(lambda: seats(hub) == [], "the hub notices, and gives the seat back")
-        until(lambda: lease_of(hub, notebook).state == "suspended", "it is suspended in the middle of its cell")
-        assert lease_of(hub, notebook).lease.revoked
+    The next hub adopts its servers.
+    """
+    hub, world, server = story.hub, story.hub.world, story.readers[0].server
+    hub.stop(story.readers[1].name)
+    story.readers[0].notebook.shut_down()
+    notebook = server.start(KERNEL)
+    notebook.must(fill(1))
+    kernel = Outliving.of(notebook)
+    runs = world.folder / "runs"
+    notebook.send(
+        f"import time\nopen({str(runs)!r}, 'w').close()\nwhile True:\n    buffer.read()\n    time.sleep(0.05)"
+    )
+    until(runs.exists, "the cell runs")
+    server.hang_up()
+    world.end(kernel.server, signal.SIGKILL)
 
-        world.kill_broker()
-        until(lambda: world.broker_pid() is not None, "another broker serves")
-        assert lease_of(hub, notebook).lease.revoked, "the next broker knows"
+    until(lambda: seats(hub) == [], "the hub notices, and gives the seat back")
+    until(lambda: lease_of(hub, notebook).state == "suspended", "it is suspended in the middle of its cell")
+    assert lease_of(hub, notebook).lease.revoked
 
-        hub.server("ada", pool="default", fraction="1/2")
-        (seat,) = seats(hub)
-        assert (seat.kernels, seat.used_milli) == (1, 500)
-        assert lease_of(hub, notebook).spec.seat == seat.seat_id
-        until(lambda: lease_of(hub, notebook).state == "resident", "the cell goes on")
-        os.kill(kernel.pid, signal.SIGINT)
+    world.kill_broker()
+    until(lambda: world.broker_pid() is not None, "another broker serves")
+    assert lease_of(hub, notebook).lease.revoked, "the next broker knows"
 
-        hub.stop_hub(signal.SIGKILL)
-        (world.folder / "hub.sqlite").unlink()
-        hub.start_hub()
-        until(lambda: seats(hub) == [], "no server of this hub has the seat")
-        assert lease_of(hub, notebook).lease.revoked
+    hub.server("user0", pool="default", fraction="3/4")
+    (seat,) = seats(hub)
+    assert (seat.kernels, seat.used_milli) == (1, 750)
+    assert lease_of(hub, notebook).spec.seat == seat.seat_id
+    until(lambda: lease_of(hub, notebook).state == "resident", "the cell goes on")
+    os.kill(kernel.pid, signal.SIGINT)
 
-        server = hub.server("ada", pool="default", fraction="1/2")
-        assert not lease_of(hub, notebook).lease.revoked
-        with kernel.client() as client:
-            assert must(client, CHECK) == "intact\n"
-        world.end(kernel.pid, signal.SIGKILL)
-        until(lambda: world.status().leases == [], "its lease has ended")
+    hub.stop_hub(signal.SIGKILL)
+    (world.folder / "hub.sqlite").unlink()
+    hub.start_hub(cleanup=True)
+    until(lambda: seats(hub) == [], "no server of this hub has the seat")
+    assert lease_of(hub, notebook).lease.revoked
 
-        world.kill_broker()  # the first hub's, which outlived it
-        before = until(world.broker_pid, "this hub's broker serves")
-        hub.server("bob", pool="default", fraction="1/2")
-        server.start(KERNEL).must(fill(1))
-        assert owners(hub) == ["ada", "bob"]
-        hub.stop_hub()
-        world.start_broker()
-        assert world.broker_pid() not in {None, before}
-        assert owners(hub) == [], "they were given back before the broker ended"
-        assert world.status().leases == []
+    server = hub.server("user0", pool="default", fraction="3/4")
+    assert not lease_of(hub, notebook).lease.revoked
+    with kernel.client() as client:
+        assert must(client, CHECK) == "intact\n"
+    world.end(kernel.pid, signal.SIGKILL)
+    until(lambda: world.status().leases == [], "its lease has ended")
+
+    world.kill_broker()  # the first hub's, which outlived it
+    before = until(world.broker_pid, "this hub's broker serves")
+    hub.server("user1", pool="default", fraction="3/4")
+    server.start(KERNEL).must(fill(1))
+    assert owners(hub) == ["user0", "user1"]
+    hub.stop_hub()
+    world.start_broker()
+    assert world.broker_pid() not in {None, before}
+    assert owners(hub) == [], "they were given back before the broker ended"
+    assert world.status().leases == []
 
 
 def lease_of(hub: HubWorld, notebook: Notebook) -> LeaseStatus:

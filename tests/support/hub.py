@@ -155,7 +155,9 @@ class HubWorld:
             )
         until(lambda: _listens(port), "the proxy listens")
 
-    def start_hub(self) -> None:
+    def start_hub(self, **more: Any) -> None:  # noqa: ANN401
+        """Start the hub; `more` replaces values of the configuration."""
+        self._given |= more
         self.hub = self.launch_hub()
         try:
             until(self._serves, "the hub serves")
