@@ -17,8 +17,6 @@ from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.protocol.messages import EvictRequest
 from fractional_gpu_kernel.server.app import _MOST_ACTIONS
 from tests.labextension.conftest import Page, State, page_of
-from tests.support.kernels import running_kernel, talking_to
-from tests.support.managed import entered, must
 from tests.support.share_days import keep_days
 from tests.support.stories import fill
 from tests.support.victims import kill_all
@@ -49,7 +47,9 @@ def test_without_a_broker_it_says_so_and_starts_none(world: World, server: Serve
     assert world.broker_pid() is None
 
 
-def test_a_page_hears_what_becomes_of_a_kernel(world: World, server: Server, page: Page) -> None:
+def test_a_page_hears_what_becomes_of_a_kernel_and_why_it_lost_its_memory_or_gpu_or_is_gone(
+    world: World, server: Server, page: Page
+) -> None:
     (name,) = world.install(250)
     notebook = server.start(name)
     kernel = page.until_kernel(notebook.kernel_id, "unarmed")
@@ -64,8 +64,7 @@ def test_a_page_hears_what_becomes_of_a_kernel(world: World, server: Server, pag
     assert server.request("GET", STATE)["kernels"][0]["kernel_id"] == notebook.kernel_id
     what_makes_no_sense_or_is_not_signed_in_is_refused(server, notebook.kernel_id)
     a_broker_that_dies_is_gone_and_comes_back(world, server, page, notebook)
-    notebook.shut_down()
-    page.until(lambda state: state["broker"] and state["kernels"] == [])
+    a_kernel_that_was_evicted_or_is_restarted_without_a_gpu_or_not_at_all_says_why(world, page, notebook)
 
 
 def a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server, page: Page, notebook: Notebook) -> None:
@@ -81,11 +80,14 @@ def test_two_servers_show_and_steer_and_advise_on_their_own_kernels_only(
     world: World, server: Server, page: Page
 ) -> None:
     keep_days(world.ledger, "Python 3 · 1/4 GPU (simulated)", Share(250, 256), 60)
-    (name,) = world.install(250)
-    mine = server.start(name)
+    quarter, half, most = world.install(250, 500, 750)
+    mine = server.start(quarter)
     page.until_kernel(mine.kernel_id, "unarmed")
-    with Server(world) as other, page_of(other) as other_page:
-        theirs = other.start(name)
+    with (
+        Server(world, "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager") as other,
+        page_of(other) as other_page,
+    ):
+        theirs = other.start(half)
         other_page.until_kernel(theirs.kernel_id, "unarmed")
         for asked, kernel in ((server, mine), (other, theirs)):
             assert [one["kernel_id"] for one in asked.request("GET", STATE)["kernels"]] == [kernel.kernel_id]
@@ -98,6 +100,12 @@ def test_two_servers_show_and_steer_and_advise_on_their_own_kernels_only(
             advice(other, mine.kernel_id)
         with refused.value as reply:
             assert (reply.code, json.loads(reply.read())["reason"]) == (404, "unknown-kernel")
+        watching_is_no_activity_and_makes_no_kernel_busy(world, server, page, mine, theirs)
+        actions_that_wait_keep_no_other_one_from_its_answer_nor_a_server_that_keeps_its_kernels_from_its_end(
+            world, other, other_page, theirs, other.start(most)
+        )
+    mine.shut_down()
+    page.until(lambda state: state["broker"] and state["kernels"] == [])
 
 
 @contextmanager
@@ -112,23 +120,19 @@ def waiting_resumes(world: World, server: Server, waiting: Notebook, count: int)
         yield
 
 
-def test_actions_that_wait_keep_no_other_one_from_its_answer_nor_a_server_that_keeps_its_kernels_from_its_end(
-    world: World,
+def actions_that_wait_keep_no_other_one_from_its_answer_nor_a_server_that_keeps_its_kernels_from_its_end(
+    world: World, server: Server, page: Page, pinned: Notebook, waiting: Notebook
 ) -> None:
-    (name,) = world.install(1000)
-    with Server(world, "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager") as server:
-        pinned, waiting = server.start(name), server.start(name)
-        pinned.must(fill(1))
-        with page_of(server) as page:
-            page.until(lambda state: len(state["kernels"]) == 2)
-        act(server, pinned.kernel_id, "pin", {"minutes": 30})
-        with waiting_resumes(world, server, waiting, _MOST_ACTIONS - 1):
-            assert act(server, pinned.kernel_id, "expect", {"sign": "typing"}) == {}
-        until(lambda: world.lease(waiting.kernel_id).position is None, "the tickets are withdrawn with their pages")
-        with waiting_resumes(world, server, waiting, 1):
-            server.process.send_signal(signal.SIGTERM)
-            server.process.wait(DEADLINE_S)
-        kill_all([pid for kernel in (pinned, waiting) if (pid := world.lease(kernel.kernel_id).pid) is not None])
+    """Needs two kernels that do not fit together, of which the first is on the GPU."""
+    page.until(lambda state: len(state["kernels"]) == 2)
+    act(server, pinned.kernel_id, "pin", {"minutes": 30})
+    with waiting_resumes(world, server, waiting, _MOST_ACTIONS - 1):
+        assert act(server, pinned.kernel_id, "expect", {"sign": "typing"}) == {}
+    until(lambda: world.lease(waiting.kernel_id).position is None, "the tickets are withdrawn with their pages")
+    with waiting_resumes(world, server, waiting, 1):
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(DEADLINE_S)
+    kill_all([pid for kernel in (pinned, waiting) if (pid := world.lease(kernel.kernel_id).pid) is not None])
 
 
 def last_activity(server: Server, kernel_id: str) -> tuple[str, str, str]:
@@ -137,32 +141,28 @@ def last_activity(server: Server, kernel_id: str) -> tuple[str, str, str]:
     return status["last_activity"], kernel["last_activity"], kernel["execution_state"]
 
 
-def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: Server, page: Page) -> None:
-    first, second = world.install(250, 500)
-    watched = server.start(first)
+def watching_is_no_activity_and_makes_no_kernel_busy(
+    world: World, server: Server, page: Page, watched: Notebook, noise: Notebook
+) -> None:
     watched.must("1 + 1")
     page.until_kernel(watched.kernel_id, "resident")
     until(lambda: not world.lease(watched.kernel_id).busy, "the broker is certain that the kernel is idle")
     for _ in range(4):  # the kernel answers the broker's earlier commands before the last of these
         watched.must("1 + 1")
     last_activity(server, watched.kernel_id)  # the server has noted it all when it answers the next request
-    with entered(world), running_kernel(second) as noise, talking_to(noise) as other:
-        before = last_activity(server, watched.kernel_id)
-        must(other, fill(1, 24))  # what happens on the device is news to the page
-        page.until(lambda state: state["devices"][0]["reserved_mib"] >= 768)
-        assert server.request("GET", STATE)["broker"]
-        sign = f"jupyter-fractional-gpu/kernels/{watched.kernel_id}/expect?no_track_activity=1"
-        assert server.request("POST", sign, {"sign": "typing"}) == {}
-        assert world.lease(watched.kernel_id).lease.expected_by == "typing"
-        assert last_activity(server, watched.kernel_id) == before
+    before = last_activity(server, watched.kernel_id)
+    noise.must(fill(1, 24))  # what happens on the device is news to the page
+    page.until(lambda state: state["devices"][0]["reserved_mib"] >= 768)
+    assert server.request("GET", STATE)["broker"]
+    sign = f"jupyter-fractional-gpu/kernels/{watched.kernel_id}/expect?no_track_activity=1"
+    assert server.request("POST", sign, {"sign": "typing"}) == {}
+    assert world.lease(watched.kernel_id).lease.expected_by == "typing"
+    assert last_activity(server, watched.kernel_id) == before
 
 
-def test_a_kernel_that_was_evicted_or_is_restarted_without_a_gpu_or_not_at_all_says_why(
-    world: World, server: Server, page: Page
+def a_kernel_that_was_evicted_or_is_restarted_without_a_gpu_or_not_at_all_says_why(
+    world: World, page: Page, notebook: Notebook
 ) -> None:
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    page.until_kernel(notebook.kernel_id, "unarmed")
     with world.client() as client:
         lease_id = world.lease(notebook.kernel_id).lease_id
         client.evict(lease_id, EvictRequest(confirm=True, why="the class needs it"))
