@@ -80,13 +80,13 @@ def ended() -> Iterator[list[Demo]]:
 
 
 def test_the_demonstration_keeps_its_promise_and_leaves_nothing(temporary: Path, ended: list[Demo]) -> None:
-    demo = Demo(temporary, "--check", "--json", "--simulate", "1x128MiB")
+    demo = Demo(temporary, "--check", "--json", "--simulate", "1x112MiB")
     ended.append(demo)
     demo.until_it_says("tenant-b: cell 7 of 7")
     code, out = demo.end()
     assert code == 0, "".join(demo.said)
     result = json.loads(out)
-    assert result["device"] == {"name": "Simulated GPU 128 MiB", "simulated": True, "memory_mib": 128}
+    assert result["device"] == {"name": "Simulated GPU 112 MiB", "simulated": True, "memory_mib": 112}
     assert [kernel["kernelspec"] for kernel in result["kernels"]] == ["fractional-gpu-default-750"] * 2
     for kernel in result["kernels"]:
         assert kernel["fraction_milli"] == 750
@@ -101,7 +101,7 @@ def test_the_demonstration_keeps_its_promise_and_leaves_nothing(temporary: Path,
 
 
 def test_ended_half_way_it_leaves_nothing_either(temporary: Path, ended: list[Demo]) -> None:
-    demo = Demo(temporary, "--check", "--simulate", "1x128MiB")
+    demo = Demo(temporary, "--check", "--simulate", "1x112MiB")
     ended.append(demo)
     demo.until_it_says("tenant-b: starting its kernel")
     demo.process.send_signal(signal.SIGTERM)
