@@ -17,7 +17,7 @@ from tests.labextension.rebuild import PREBUILT
 from tests.support.screenshots import take
 from tests.support.world import Server, World, until
 
-__all__ = ["Lab", "new_page", "opened_browser", "opened_lab", "opened_notebook"]
+__all__ = ["Lab", "new_page", "opened_browser", "opened_lab", "opened_notebook", "write_notebook"]
 
 DEADLINE_MS = 90_000
 _EXTENSIONS = {"jupyterlab": True, "jupyter_lsp": False, "jupyter_server_terminals": False}
@@ -29,6 +29,12 @@ _QUIET = {
     },
     "buildCheck": False,  # for which the server starts node twice with each page
 }
+# A blinking cursor takes a twentieth of a processor, for as long as the page is open.
+_STILL_CURSOR = """
+const still = new CSSStyleSheet();
+still.replaceSync(".cm-cursorLayer { animation: none !important }");
+document.adoptedStyleSheets = [still];
+"""
 _UNASKED = {"@jupyterlab/docmanager-extension:plugin": {"renameUntitledFileOnSave": False}}
 
 
@@ -107,6 +113,7 @@ def opened_browser() -> Iterator[Browser]:
 
 def new_page(browser: Browser) -> Page:
     page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="light")
+    page.add_init_script(_STILL_CURSOR)
     page.set_default_timeout(DEADLINE_MS)
     return page
 
@@ -150,15 +157,20 @@ def _talks(server: Server) -> bool:
     return any(one["connections"] for one in kernels)
 
 
-@contextmanager
-def opened_notebook(world: World, browser: Browser, kernelspec: str) -> Iterator[Lab]:
-    """A new notebook in Notebook 7 with a started kernel of that kernelspec, for the block."""
-    _install(world)
+def write_notebook(world: World, name: str, kernelspec: str) -> None:
+    """Write a notebook with an empty cell, whose kernel starts when a page opens it."""
     cell: dict[str, Any] = {"cell_type": "code", "id": "first", "metadata": {}, "source": ""}
     cell |= {"outputs": [], "execution_count": None}
     metadata = {"kernelspec": {"name": kernelspec, "display_name": kernelspec}}
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": [cell]}
-    (world.notebooks / "Untitled.ipynb").write_text(json.dumps(notebook))
+    (world.notebooks / name).write_text(json.dumps(notebook))
+
+
+@contextmanager
+def opened_notebook(world: World, browser: Browser, kernelspec: str) -> Iterator[Lab]:
+    """A new notebook in Notebook 7 with a started kernel of that kernelspec, for the block."""
+    _install(world)
+    write_notebook(world, "Untitled.ipynb", kernelspec)
     with Server(world, extensions=_NOTEBOOK_7) as server, closing(new_page(browser)) as page:
         page.goto(f"{server.url}notebooks/Untitled.ipynb?token={server.token}")
         expect(page.locator(".jp-CodeCell")).to_be_visible()
