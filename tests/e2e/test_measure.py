@@ -25,7 +25,6 @@ while True:
     cuda.launch(0.06, float(sys.argv[2]))
     tick()
 """
-RUNS_ONCE = "from fractional_gpu.gpu.simulated import cuda; cuda.launch(0.1, 0.2)"
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_a_pinned_kernel_of_the_user_stays_and_an_idle_one_leaves_for_a_measurem
     notebook = server.start(three_quarters)
     notebook.must(fill(1))
     notebook.must("%gpu pin 1h")
-    once = ("--", sys.executable, "-c", RUNS_ONCE)
+    once = ("--", "sleep", "0.1")
     status, _, complaint = measure(world, "--fractions", "1", "--within", "30m", *once)
     assert status == 1, "the first look is the answer"
     assert "could not measure: no device of pool default has" in complaint
@@ -131,7 +130,7 @@ def test_a_pinned_kernel_of_the_user_stays_and_an_idle_one_leaves_for_a_measurem
 def test_others_who_come_while_it_measures_are_noticed_by_their_work_and_their_steps_repeated() -> None:
     """Including kernels that stay for whole steps, and leases that the measuring user cannot see."""
     with seated_world() as (world, seated):
-        options = ("--json", "--fractions", "1/3,1", "--memory", MEMORY, "--within", "170s")
+        options = ("--json", "--fractions", "1/2,1", "--memory", MEMORY, "--within", "170s")
         load = (sys.executable, "-c", WORKS, "8", "0.2")
         with start(world, *options, "--", *load, environment=seated) as process:
             read_until(process, "round 1,")

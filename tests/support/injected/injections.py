@@ -13,7 +13,6 @@ Simulated hardware has the faults and settings of `tests/support/faults.py`.
 
 import fcntl
 import functools
-import importlib.abc
 import importlib.machinery
 import json
 import os
@@ -310,15 +309,15 @@ def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | No
     is_changed = fullname in _HARDWARE or (_FAILS and (fullname in POINTS or fullname in _NAMED))
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if is_changed else None
     if spec is not None and spec.loader is not None:
-        spec.loader = _Loader(spec.loader)
+        spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # as below
     return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+class _Loader:  # no `importlib.abc.Loader`: importing it takes a sixth of a small process's start
+    def __init__(self, loader: Any) -> None:  # noqa: ANN401 - a loader
         self._loader = loader
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> Any:  # noqa: ANN401 - a module, or None
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
