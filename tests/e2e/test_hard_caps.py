@@ -10,17 +10,10 @@ import pytest
 from fractional_gpu.gpu.interface import MemoryLimit
 from tests.driver_double.remote import Remote
 from tests.support.control_group import unit_group
-from tests.support.nvidia_mode import CHECK, CONTEXT_MIB, DATA_MIB, NvidiaMode, fill, nvidia_mode
+from tests.support.nvidia_mode import CHECK, GREEDY, NvidiaMode, fill, nvidia_mode
 from tests.support.world import Notebook, Server, until
 
 pytestmark = pytest.mark.promise("hard-caps")
-
-GREEDY = """
-import subprocess, sys
-child = "from tests.driver_double import device; device.allocate({mib} << 20); print('took it', flush=True); input()"
-taker = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-print(taker.stdout.read() if {waits} else taker.stdout.readline())
-"""
 
 
 @contextmanager
@@ -88,17 +81,3 @@ def a_broker_that_was_killed_leaves_limits_that_the_next_one_raises(
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"
     until(lambda: limit(driver, mode, group) == held_mib(mode, second), "the limit is what it holds")
-
-
-def test_without_the_drivers_limits_a_greedy_child_is_caught_by_the_sample() -> None:
-    with nvidia_mode(driver="610") as mode:
-        mode.world.start_broker()
-        with unit(mode) as (server, _):
-            notebook = mode.start(server)
-            notebook.must(fill(1))
-            assert "took it" in notebook.must(GREEDY.format(mib=900, waits=False)).text
-            used_mib = 900 + DATA_MIB + 2 * CONTEXT_MIB
-            until(
-                lambda: mode.world.lease(notebook.kernel_id).lease.used_mib >= used_mib, "the sample counts the child"
-            )
-            until(lambda: any("cap" in line for line in mode.story(notebook)), "its user is warned")

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from tests.support.nvidia_mode import (
     CONTEXT_MIB,
     DATA_MIB,
     DEVICE_MIB,
+    GREEDY,
     NvidiaMode,
     Pair,
     fill,
@@ -53,26 +53,25 @@ Served = tuple[NvidiaMode, Server]
 
 
 @contextmanager
-def served(driver: str, devices: int) -> Iterator[Served]:
-    with nvidia_mode(driver=driver, devices=devices) as mode:
-        mode.world.start_broker()
+def served() -> Iterator[Served]:
+    with nvidia_mode() as mode:
+        mode.serve("580", 1)
         with Server(mode.world) as server:
             yield mode, server
 
 
 @pytest.fixture(scope="module")
-def kept_modes() -> Iterator[dict[tuple[str, int], Kept[Served]]]:
-    """By driver and number of devices, shared by this file's tests one after another: brokers and servers stay, kernels do not."""
-    with ExitStack() as stack:
-        yield {key: stack.enter_context(Kept(partial(served, *key))) for key in (("570", 1), ("580", 1), ("580", 3))}
+def kept_mode() -> Iterator[Kept[Served]]:
+    """Shared by this file's tests one after another: the server stays, kernels do not."""
+    with Kept(served) as kept:
+        yield kept
 
 
 @pytest.fixture
-def lent(
-    request: pytest.FixtureRequest, kept_modes: dict[tuple[str, int], Kept[Served]], has_failed: Callable[[], bool]
-) -> Iterator[Served]:
-    """One device, driver 580. The parameter of `mode`: another driver, and the number of devices."""
-    with kept_modes[getattr(request, "param", ("580", 1))].taken(has_failed) as (mode, server):
+def lent(request: pytest.FixtureRequest, kept_mode: Kept[Served], has_failed: Callable[[], bool]) -> Iterator[Served]:
+    """One device, driver 580. The parameter: another driver, and the number of devices."""
+    with kept_mode.taken(has_failed) as (mode, server):
+        mode.serve(*getattr(request, "param", ("580", 1)))
         yield mode, server
         if not has_failed():
             server.clear()
@@ -94,7 +93,7 @@ def server(lent: Served) -> Server:
     return lent[1]
 
 
-on_each_driver = pytest.mark.parametrize("lent", [("570", 1), ("580", 1)], indirect=True, ids=["570", "580"])
+on_each_driver = pytest.mark.parametrize("lent", [("580", 1), ("570", 1)], indirect=True, ids=["580", "570"])
 
 
 @contextmanager
@@ -141,71 +140,6 @@ def test_missing_rights_are_found_before_the_broker_serves() -> None:
         assert "missing rights" in device.why_not
         assert "gVisor" in device.why_not
         assert len(mode.calls("cuCheckpointProcessLock")) == 1, "it is not tried again"
-
-
-# -- turns and moves -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lent", [("580", 3)], indirect=True, ids=["580"])
-def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte_and_an_old_driver_is_a_reason_to_stay(
-    mode: NvidiaMode, server: Server
-) -> None:
-    notebook = mode.start(server)
-    notebook.must(fill(1))
-    pid = mode.pid(notebook)
-    raw = [one.device_id.removeprefix("GPU-").replace("-", "") for one in mode.double.devices]
-    assert mode.world.lease(notebook.kernel_id).lease.device_id == mode.double.devices[0].device_id
-    for old, new, other in ((0, 1, 2), (1, 2, 0)):
-        ids = [raw[index] for index in (old, new, other)]
-        said = mode.world.command("move", mode.world.lease(notebook.kernel_id).lease_id, "--to", str(new))
-        assert said.returncode == 0, said.stderr
-        pairs = mode.calls("cuCheckpointProcessRestore", pid)[-1].arguments["pairs"]
-        found = {pairs[at : at + 32]: pairs[at + 32 : at + 64] for at in range(0, len(pairs), 64)}
-        assert found[ids[0]] == ids[1]
-        assert set(found) == set(found.values()) == set(ids), "each device once on either side"
-        assert mode.world.lease(notebook.kernel_id).lease.device_id == mode.double.devices[new].device_id
-        (process,) = [one for one in mode.double.processes() if one.pid == pid]
-        assert process.mib == {mode.double.devices[new].device_id: DATA_MIB + CONTEXT_MIB}
-        assert notebook.must(CHECK).text == "intact\n"
-
-    mode.double.set(driver="570")  # which cannot move kernels
-    mode.world.kill_broker()
-    mode.world.start_broker()
-    home = mode.world.lease(notebook.kernel_id).lease.device_id
-    said = mode.world.command("move", mode.world.lease(notebook.kernel_id).lease_id, "--to", "1")
-    assert said.returncode == 1
-    assert "install 580 or newer" in said.stderr, said.stderr
-    assert notebook.must(CHECK).text == "intact\n"
-    assert mode.world.lease(notebook.kernel_id).lease.device_id == home
-
-
-# -- kills ---------------------------------------------------------------------------------------------------------------------
-
-
-@on_each_driver
-def test_turns_keep_every_byte_and_a_kill_at_any_step_of_one_loses_nothing(
-    mode: NvidiaMode, server: Server, request: pytest.FixtureRequest
-) -> None:
-    driver = request.node.callspec.id
-    pair = Pair(mode, server)
-    for _ in range(2):
-        pair.end_turn(pair.begin_turn())
-        pair.saved()
-    mode.settled()
-    every = [(name, late, victim) for (name, late), victim in product(MOMENTS, VICTIMS)]
-    for name, late, victim in every if ALL_KILLS else SAMPLE[driver]:
-        with mode.held(CALLS[name], late=late) as await_held:
-            cell = pair.begin_turn()
-            await_held()
-            pids = [pid for kind in VICTIMS[victim] for pid in getattr(mode, kind)()]
-            assert pids, (name, late, victim)
-            kill_all(pids)
-        pair.end_turn(cell)
-        mode.settled()
-    pair.end_turn(pair.begin_turn())
-    pair.saved()
-    assert len(mode.brokers()) == len(mode.workers()) == 1
-    one_that_outlives_its_callers_death_has_all_its_bytes(mode, pair.resident, request.node.callspec.indices["lent"])
 
 
 # -- the caller dies in the middle ---------------------------------------------------------------------------------------------
@@ -396,6 +330,16 @@ def stopped_it_is_refused_at_once_by_its_pid(mode: NvidiaMode, notebook: Noteboo
     assert notebook.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("hard-caps")
+def test_without_the_drivers_limits_a_greedy_child_is_caught_by_the_sample(mode: NvidiaMode, server: Server) -> None:
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    assert "took it" in notebook.must(GREEDY.format(mib=900, waits=False)).text
+    used_mib = 900 + DATA_MIB + 2 * CONTEXT_MIB
+    until(lambda: mode.world.lease(notebook.kernel_id).lease.used_mib >= used_mib, "the sample counts the child")
+    until(lambda: any("cap" in line for line in mode.story(notebook)), "its user is warned")
+
+
 # -- room ----------------------------------------------------------------------------------------------------------------------
 
 STRANGER = """
@@ -450,3 +394,66 @@ def waits(mode: NvidiaMode, notebook: Notebook) -> list[str]:
     said = mode.story(notebook)
     last = max(index for index, line in enumerate(said) if "saved in host memory" in line)
     return [*said[last + 1 :], mode.world.lease(notebook.kernel_id).sentence]
+
+
+# -- kills ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_each_driver
+def test_turns_keep_every_byte_and_a_kill_at_any_step_of_one_loses_nothing(
+    mode: NvidiaMode, server: Server, request: pytest.FixtureRequest
+) -> None:
+    driver = request.node.callspec.id
+    pair = Pair(mode, server)
+    for _ in range(2):
+        pair.end_turn(pair.begin_turn())
+        pair.saved()
+    mode.settled()
+    every = [(name, late, victim) for (name, late), victim in product(MOMENTS, VICTIMS)]
+    for name, late, victim in every if ALL_KILLS else SAMPLE[driver]:
+        with mode.held(CALLS[name], late=late) as await_held:
+            cell = pair.begin_turn()
+            await_held()
+            pids = [pid for kind in VICTIMS[victim] for pid in getattr(mode, kind)()]
+            assert pids, (name, late, victim)
+            kill_all(pids)
+        pair.end_turn(cell)
+        mode.settled()
+    pair.end_turn(pair.begin_turn())
+    pair.saved()
+    assert len(mode.brokers()) == len(mode.workers()) == 1
+    one_that_outlives_its_callers_death_has_all_its_bytes(mode, pair.resident, request.node.callspec.indices["lent"])
+
+
+# -- moves --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lent", [("580", 3)], indirect=True, ids=["580"])
+def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte_and_an_old_driver_is_a_reason_to_stay(
+    mode: NvidiaMode, server: Server
+) -> None:
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    pid = mode.pid(notebook)
+    raw = [one.device_id.removeprefix("GPU-").replace("-", "") for one in mode.double.devices]
+    assert mode.world.lease(notebook.kernel_id).lease.device_id == mode.double.devices[0].device_id
+    for old, new, other in ((0, 1, 2), (1, 2, 0)):
+        ids = [raw[index] for index in (old, new, other)]
+        said = mode.world.command("move", mode.world.lease(notebook.kernel_id).lease_id, "--to", str(new))
+        assert said.returncode == 0, said.stderr
+        pairs = mode.calls("cuCheckpointProcessRestore", pid)[-1].arguments["pairs"]
+        found = {pairs[at : at + 32]: pairs[at + 32 : at + 64] for at in range(0, len(pairs), 64)}
+        assert found[ids[0]] == ids[1]
+        assert set(found) == set(found.values()) == set(ids), "each device once on either side"
+        assert mode.world.lease(notebook.kernel_id).lease.device_id == mode.double.devices[new].device_id
+        (process,) = [one for one in mode.double.processes() if one.pid == pid]
+        assert process.mib == {mode.double.devices[new].device_id: DATA_MIB + CONTEXT_MIB}
+        assert notebook.must(CHECK).text == "intact\n"
+
+    mode.serve("570", 3)  # which cannot move kernels
+    home = mode.world.lease(notebook.kernel_id).lease.device_id
+    said = mode.world.command("move", mode.world.lease(notebook.kernel_id).lease_id, "--to", "1")
+    assert said.returncode == 1
+    assert "install 580 or newer" in said.stderr, said.stderr
+    assert notebook.must(CHECK).text == "intact\n"
+    assert mode.world.lease(notebook.kernel_id).lease.device_id == home

@@ -23,6 +23,7 @@ __all__ = [
     "CONTEXT_MIB",
     "DATA_MIB",
     "DEVICE_MIB",
+    "GREEDY",
     "NvidiaMode",
     "Pair",
     "fill",
@@ -38,6 +39,12 @@ CONFIG = """
 c.GPUBroker.device_overhead = "64MiB"
 policy = {"preempt": "priorities", "idle_after": "on-demand", "min_residency": "0s", "retry_refused": "200ms", "may_move": True}
 c.GPUBroker.pools = {"default": policy}
+"""
+GREEDY = """
+import subprocess, sys
+child = "from tests.driver_double import device; device.allocate({mib} << 20); print('took it', flush=True); input()"
+taker = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+print(taker.stdout.read() if {waits} else taker.stdout.readline())
 """
 CHECK = 'assert buffer.sha256() == digest, "the bytes differ"\nprint("intact")'
 
@@ -66,11 +73,25 @@ class NvidiaMode:
         world.configure(CONFIG)
         self.double = DriverDouble(world.folder / "driver", devices, driver=driver)
         self._driver = driver
+        self._serves: tuple[str, int] | None = None
         self.reset()
         given = self.double.environment()
         nvml = python_path("nvidia-ml-py", newest("nvidia-ml-py"))
         paths = (given.pop("PYTHONPATH"), str(nvml), world.environment["PYTHONPATH"])
         world.environment |= {**given, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def serve(self, driver: str, devices: int) -> None:
+        """Let a broker serve that many devices of this driver: the one that runs, if it does."""
+        if (driver, devices) == self._serves:
+            return
+        if self._serves is not None:
+            self.world.kill_broker()
+        if devices != len(self.double.devices):
+            self.double.set(devices=[Device(mib=DEVICE_MIB) for _ in range(devices)])
+        self._driver = driver
+        self.reset()
+        self.world.start_broker()
+        self._serves = driver, devices
 
     def reset(self) -> None:
         """Reset the double to its initial behaviour; its devices stay."""
