@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         slurm.call("scontrol", "reconfigure")
         figures = {"without": measured(slurm, nodes, options.jobs) | queued(slurm, options.jobs, options.lives)}
         for node in nodes:
-            node.start_agent()
+            node.start_agent("--every", "500ms", "--look", "1s")
         until(
             lambda: all(slurm.opened_milli(node.node.name) > 1000 for node in nodes), "the agents have opened the nodes"
         )

@@ -49,7 +49,7 @@ c.BatchSpawnerBase.req_options = "--nodelist=n2 --cpus-per-task=1"
 c.BatchSpawnerBase.batchspawner_singleuser_cmd = given["wrapper"]
 c.EngineGPUMixin.gpu_base_memory = "1100MiB"
 c.EngineGPUMixin.gpu_wait = 240
-c.FractionalGPUSlurmSpawner.startup_poll_interval = 0.2
+c.FractionalGPUSlurmSpawner.startup_poll_interval = 0.5
 c.FractionalGPUSlurmSpawner.gpu_nodes_cache = 0
 c.JupyterHub.hub_connect_ip = "127.0.0.1"
 """

@@ -16,6 +16,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.site.blocks import blocks, commands
 from tests.support.paths import ROOT
 from tests.support.slurm import Cluster, new_cluster
+from tests.support.slurm import fields as fields_of
 from tests.support.slurm_site import View, new_environment, new_site
 from tests.support.world import until
 
@@ -75,8 +76,8 @@ class Page:
                 until(self._serves, "the broker serves")
             case "enable", "jupyter-gpu-agent":
                 text = self.type(f"cat /etc/systemd/system/{unit}.service")
-                self.start(unit, text, " --every 500ms --floor 200ms --jitter 0 --look 1s")
-                until(lambda: self.cluster.node("n1").get("Extra"), "the agent has published")
+                self.start(unit, text, " --every 1s --floor 200ms --jitter 0")
+                until(lambda: self.cluster.node("n1").get("Extra"), "the agent has published", pause_s=0.1)
             case "disable", _:
                 self.stop(unit)
             case "restart", "slurmctld":
@@ -116,10 +117,10 @@ class Page:
 
     def drained(self) -> list[str]:
         """Return nodes that are drained for any reason but the page's."""
-        found = {node.name: self.cluster.node(node.name) for node in self.cluster.nodes}
+        lines = self.cluster.call("scontrol", "show", "node", "-o").splitlines()
         return [
-            f"{name}: {fields['State']} {fields.get('Reason')}"
-            for name, fields in found.items()
+            f"{fields['NodeName']}: {fields['State']} {fields.get('Reason')}"
+            for fields in map(fields_of, lines)
             if ("DRAIN" in fields["State"] or "DOWN" in fields["State"])
             and not fields.get("Reason", "").startswith("jupyter-gpu")
         ]
@@ -166,18 +167,17 @@ def the_doctor_sees_that_a_restart_is_missing(site: Page) -> None:
     assert "restart slurmctld, then each slurmd" in doctor(site)["counts"]
 
 
-def the_doctor_finds_a_key_that_is_given_twice(site: Page) -> None:
-    conf = site.cluster.folder / "nodes.conf"
+def the_doctor_finds_a_key_given_twice_and_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit(
+    site: Page,
+) -> None:
+    conf, script = site.cluster.folder / "nodes.conf", "/etc/jupyter-gpu/slurm/prolog"
     text = conf.read_text()
     conf.write_text(f"{text}\nGresTypes=gpu\n")
-    assert "GresTypes=gpu,jgpu (/etc/slurm/slurm.conf" in doctor(site)["given twice"]
-    conf.write_text(text)
-
-
-def the_doctor_finds_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit(site: Page) -> None:
-    script = "/etc/jupyter-gpu/slurm/prolog"
     site.type(f"sed -i s,/opt/slurm/bin:,, {script}")
-    assert "cannot run the command `squeue`" in doctor(site)["hook"]
+    found = doctor(site)
+    assert "GresTypes=gpu,jgpu (/etc/slurm/slurm.conf" in found["given twice"]
+    assert "cannot run the command `squeue`" in found["hook"]
+    conf.write_text(text)
     done = site.view.run("/opt/jupyter-gpu/bin/jupyter", "gpu", "node", "install", "--node", "n1")
     assert done.returncode == 1
     assert f"{script} differs and was not changed" in done.stdout
@@ -186,30 +186,34 @@ def the_doctor_finds_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit
     assert doctor(site) == {}
 
 
+def steps(site: Page, section: str) -> Iterator[str]:
+    """Type the section's commands: no node is drained, and on a node without ours the site's own scripts run after every change for it."""
+    files: dict[str, bytes] = {}
+    for command in site.follow(section):
+        assert site.drained() == [], command
+        if files != (files := site.files()) or command.startswith(("systemctl restart", "rm ")):
+            assert job_on(site, "n2") == "yes n2\n", command
+        yield command
+
+
 def test_the_page_installs_shares_on_a_site_and_takes_them_away_without_draining_a_node(site: Page) -> None:
     before = site.files()
-    for command in site.follow("Step by step"):
-        assert site.drained() == [], command
-        assert job_on(site, "n2") == "yes n2\n", (
-            command
-        )  # the site's own scripts run at every step, on a node without ours
+    for command in steps(site, "Step by step"):
         if "--everywhere" in command:
             assert "on 2 nodes: n1, n2" in site.said
             a_node_without_the_wrapper_is_found(site)
         if command.startswith("patch"):
             the_doctor_sees_that_a_restart_is_missing(site)
         if command.endswith("node doctor"):
-            the_doctor_finds_a_key_that_is_given_twice(site)
-            the_doctor_finds_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit(site)
+            the_doctor_finds_a_key_given_twice_and_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit(site)
     assert "JUPYTER_GPU_SEAT_FILE=/run/jupyter-gpu/seats/job-" in site.said
     assert "GresTypes=gpu,jgpu\n" in (site.cluster.folder / "slurm.conf").read_text()
     assert job_on(site, "n2", "--gres=gpu:1").endswith("yes n2\n")
     assert job_on(site, "n1", "--gres=jgpu:open:250", "--mem=2G").endswith("yes n1\n")
     logged = (site.cluster.folder / "prolog.log").read_text().split()
     assert len(logged) == len(set(logged))
-    for command in site.follow("Uninstall"):
-        assert site.drained() == [], command
-        assert job_on(site, "n2") == "yes n2\n", command
+    for _ in steps(site, "Uninstall"):
+        pass
     assert site.files() == before
     assert job_on(site, "n1", "--gres=gpu:1") == "yes n1\n"
     assert site.cluster.node("n1")["Gres"] == "gpu:1"

@@ -103,11 +103,12 @@ def test_a_folder_that_cannot_be_made_is_said_and_raises_nothing(
     assert said
 
 
-def test_the_prolog_imports_the_client_only(settings: HookSettings) -> None:
+def test_the_hooks_import_the_client_only_and_a_full_disk_under_their_log_is_no_failure(settings: HookSettings) -> None:
+    words = ["--socket", settings.socket, "--seats", str(settings.folder), "--log", "/dev/full"]
     program = (
         "import sys; from fractional_gpu.commands.main import main\n"
-        f"code = main(['node', 'prolog', '--socket', {settings.socket!r}, '--log', '/dev/null'])\n"
-        f"print(code, sorted(set({HEAVY!r}) & sys.modules.keys()))"
+        f"codes = [main(['node', name, *{words!r}]) for name in ('prolog', 'epilog')]\n"
+        f"print(codes, sorted(set({HEAVY!r}) & sys.modules.keys()))"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", program],
@@ -116,4 +117,4 @@ def test_the_prolog_imports_the_client_only(settings: HookSettings) -> None:
         text=True,
         check=True,
     )
-    assert done.stdout == "0 []\n"
+    assert done.stdout == "[0, 0] []\n"

@@ -70,48 +70,6 @@ def await_open(slurm: Cluster, milli: int, name: str = "n1") -> None:
     until(lambda: slurm.opened_milli(name) == milli, f"{name} is open for {milli}", pause_s=0.1)
 
 
-def test_a_third_job_is_admitted_because_others_idle_and_no_byte_of_them_is_lost(
-    slurm: Cluster, nodes: list[GPUNode]
-) -> None:
-    await_open(slurm, 1000)
-    kernels = [JobKernel(slurm.folder / f"share-{number}") for number in range(3)]
-    jobs = [slurm.sbatch(kernel.command, HALF, "-w", "n1", "--mem=900") for kernel in kernels[:2]]
-    for job in jobs:
-        slurm.await_job(job, "RUNNING")
-    for seed, kernel in enumerate(kernels[:2]):
-        assert kernel.cell(FILL.format(seed=seed, rest=184)) == "0\n"
-    assert nodes[0].lease_states() == ["resident", "resident"]
-
-    # Only now: kernels that start look idle, and the node might admit it among them.
-    jobs.append(slurm.sbatch(kernels[2].command, HALF, "-w", "n1", "--mem=900"))
-    share(nodes[0], IDLE)
-    slurm.await_job(jobs[2], "RUNNING")
-    assert kernels[2].cell(FILL.format(seed=2, rest=184)) == "0\n"
-    assert sorted(state for state in nodes[0].lease_states() if state != "suspending") == [
-        "resident",
-        "resident",
-        "suspended",
-    ]
-    for kernel in kernels:
-        assert kernel.cell(CHECK) == "0\n"
-
-    def commented() -> bool:
-        return "AdminComment=jupyter-gpu: kernels=1 reserved=" in slurm.call("scontrol", "show", "job", "-o", jobs[0])
-
-    until(commented, "the meter's figures are in the job's comment")
-    with nodes[0].client() as client:
-        assert {seat.server for seat in client.seats().seats} == {f"slurm-{job}" for job in jobs}
-    for kernel in kernels:
-        kernel.end()
-    for job in jobs:
-        slurm.await_job(job, "COMPLETED")
-    until(lambda: not nodes[0].lease_states(), "no lease is left")
-    until(lambda: not list(nodes[0].seats.iterdir()), "no file of a seat is left")
-    with nodes[0].client() as client:
-        assert client.seats().seats == []
-    share(nodes[0], BUSY)
-
-
 def test_counts_are_written_again_after_a_reconfiguration_and_restarts_and_no_busy_node_is_drained(
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
@@ -139,36 +97,43 @@ def test_counts_are_written_again_after_a_reconfiguration_and_restarts_and_no_bu
     share(nodes[0], BUSY)
 
 
-def test_without_a_broker_jobs_start_and_are_told_and_get_their_seats_when_it_is_back(
+def test_while_there_is_no_broker_jobs_start_and_are_told_and_end_and_their_seats_follow_when_it_is_back(
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
     node = nodes[1]
     before = until(lambda: slurm.node("n2").get("Extra"), "the agent has published a summary")
     node.stop_agent()
     node.start_agent("--patience", "1s")
-    until(lambda: slurm.node("n2")["Extra"] != before, "the new agent has seen the broker")
+    ending = slurm.sbatch("exec sleep 600", QUARTER, "-w", "n2")
+    until((node.seats / f"job-{ending}.json").exists, "the job has its seat")
+    until(lambda: slurm.node("n2")["Extra"] != before, "the new agent has seen the broker", pause_s=0.1)
     node.stop_broker()
+    slurm.cancel(ending)
     kernel = JobKernel(slurm.folder / "without")
     patient = f'until test -e "$JUPYTER_GPU_SEAT_FILE"; do sleep 0.1; done; {kernel.command}'
     job = slurm.sbatch(patient, QUARTER, "-w", "n2", "--mem=900")
-    slurm.await_job(job, "RUNNING")
     until(lambda: "no GPU share yet" in slurm.output(job), "the job is told")
-    await_open(
-        slurm, 500, "n2"
-    )  # the largest share on offer: with less, Slurm would refuse jobs instead of letting them wait
-    until(lambda: parse_summary(slurm.node("n2")["Extra"]).problem, "the summary says why")
+    # The largest share on offer: with less, Slurm would refuse jobs instead of letting them wait.
+    await_open(slurm, 500, "n2")
+    until(lambda: parse_summary(slurm.node("n2")["Extra"]).problem, "the summary says why", pause_s=0.1)
     waiting = slurm.sbatch("true", HALF, "-w", "n2")
-    until(lambda: slurm.job(waiting)["Reason"] == "Resources", "a further job waits")
+    until(lambda: slurm.job(waiting)["Reason"] == "Resources", "a further job waits", pause_s=0.1)
 
     node.start_broker()
     until((node.seats / f"job-{job}.json").exists, "the job has its seat")
     assert kernel.cell(FILL.format(seed=5, rest=80)) == "0\n"
     slurm.await_job(waiting, "COMPLETED")
+
+    def seats() -> set[str]:
+        with node.client() as client:
+            return {seat.server for seat in client.seats().seats}
+
+    until(
+        lambda: seats() == {f"slurm-{job}"}, "the agent has ended the seat of the job that the Epilog could not tell of"
+    )
     kernel.end()
     slurm.await_job(job, "COMPLETED")
     assert set(slurm.states().values()) == {"idle"}
-    node.stop_agent()
-    node.start_agent()
 
 
 def test_a_broker_that_hangs_delays_a_job_by_seconds_only(slurm: Cluster, nodes: list[GPUNode]) -> None:
@@ -184,64 +149,42 @@ def test_a_broker_that_hangs_delays_a_job_by_seconds_only(slurm: Cluster, nodes:
         os.kill(broker.pid, signal.SIGCONT)
 
 
-def test_a_seat_whose_epilog_could_not_end_it_is_ended_by_the_agent(slurm: Cluster, nodes: list[GPUNode]) -> None:
-    node = nodes[1]
-    job = slurm.sbatch("exec sleep 600", QUARTER, "-w", "n2")
-    slurm.await_job(job, "RUNNING")
-    until((node.seats / f"job-{job}.json").exists, "the job has its seat")
-    node.stop_broker()
-    slurm.cancel(job)
-    node.start_broker()
-
-    def ended() -> bool:
-        with node.client() as client:
-            return not client.seats().seats
-
-    until(ended, "the seat has ended")
-
-
-@pytest.mark.parametrize(
-    ("gres", "said"),
-    [
-        (f"{GRES}:250", f"ask for --gres={GRES}:open:250"),
-        (f"{GRES}:open:123", "pool 'default' offers 1/4, 1/2"),
-    ],
-)
-def test_a_share_that_no_seat_can_have_is_refused_in_the_jobs_output(
-    slurm: Cluster, nodes: list[GPUNode], gres: str, said: str
-) -> None:
-    job = slurm.sbatch("echo $CUDA_VISIBLE_DEVICES; echo ran", f"--gres={gres}", "-w", "n1")
+def test_a_share_that_no_seat_can_have_is_refused_in_the_jobs_output(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    job = slurm.sbatch("echo $CUDA_VISIBLE_DEVICES; echo ran", f"--gres={GRES}:250", "-w", "n1")
     slurm.await_job(job, "COMPLETED")
-    assert said in slurm.output(job)
+    assert f"ask for --gres={GRES}:open:250" in slurm.output(job)
     assert slurm.output(job).endswith("\n\nran\n")
     until(lambda: not list(nodes[0].seats.iterdir()), "its files are gone")
 
 
-def test_a_share_of_more_than_a_gpu_is_refused(slurm: Cluster, nodes: list[GPUNode]) -> None:
-    share(nodes[0], IDLE)
-    await_open(slurm, 4000)
-    job = slurm.sbatch("true", f"--gres={GRES}:open:2000", "-w", "n1")
-    slurm.await_job(job, "COMPLETED")
-    assert "a share is at most jgpu:open:1000" in slurm.output(job)
-    share(nodes[0], BUSY)
+def check_comment(slurm: Cluster, job: str) -> None:
+    """An array's last task has the array's number, and a heterogeneous job's first part the whole job's."""
+    numbers = slurm.call("squeue", "-h", "-r", "-t", "R", "-j", job, "-o", "%A").split()
+    assert (len(numbers), numbers.count(job)) == (2, 1)
+    assert Slurm("n1").comment(int(job), "used")
+    assert slurm.call("scontrol", "show", "job", "-o", job).count("AdminComment=used") == 1
 
 
-def test_tasks_of_an_array_and_steps_of_salloc_have_seats(slurm: Cluster) -> None:
-    script = 'echo "$SLURM_ARRAY_TASK_ID: $JUPYTER_GPU_SEAT_FILE $JUPYTER_GPU_DEFAULT_FRACTION"; test -r "$JUPYTER_GPU_SEAT_FILE"'
-    outputs = slurm.folder / "array-%a.out"
-    first = slurm.sbatch(script, QUARTER, "-w", "n1", "--array=1-2", output=outputs)
-    slurm.await_end(first)
-    said = [(slurm.folder / f"array-{task}.out").read_text().splitlines()[-1].split() for task in (1, 2)]
-    assert [words[0] for words in said] == ["1:", "2:"]
-    assert len({words[1] for words in said}) == 2
-    assert [words[2] for words in said] == ["250m", "250m"]
+def test_tasks_of_an_array_and_steps_of_salloc_have_seats_and_a_comment_is_one_tasks(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = 'test -r "$JUPYTER_GPU_SEAT_FILE" && echo "$JUPYTER_GPU_SEAT_FILE $JUPYTER_GPU_DEFAULT_FRACTION"; exec sleep 600'
+    outputs = [slurm.folder / f"array-{task}.out" for task in (1, 2)]
+    first = slurm.sbatch(script, QUARTER, "-w", "n1", "--array=1-2", output=slurm.folder / "array-%a.out")
+    until(lambda: all(file.exists() and "250m\n" in file.read_text() for file in outputs), "both tasks have seats")
+    assert len({file.read_text().splitlines()[-1] for file in outputs}) == 2
+    monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
+    check_comment(slurm, first)
+    slurm.cancel(first)
     text = slurm.call(
         "salloc", QUARTER, "-w", "n1", "srun", "sh", "-c", 'test -r "$JUPYTER_GPU_SEAT_FILE" && echo seated'
     )
     assert "seated" in text
 
 
-def test_the_parts_of_a_heterogeneous_job_have_seats_on_their_nodes(slurm: Cluster, nodes: list[GPUNode]) -> None:
+def test_the_parts_of_a_heterogeneous_job_have_seats_on_their_nodes_and_a_comment_is_one_parts(
+    slurm: Cluster, nodes: list[GPUNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = slurm.folder / "parts.sh"
     script.write_text(
         f"#!/bin/sh\n#SBATCH {QUARTER}\n#SBATCH --nodelist=n1\n#SBATCH hetjob\n#SBATCH {HALF}\n#SBATCH --nodelist=n2\nexec sleep 600\n"
@@ -257,6 +200,9 @@ def test_the_parts_of_a_heterogeneous_job_have_seats_on_their_nodes(slurm: Clust
         return found == [[250], [500]]
 
     until(seated, "each part has its seat")
+    until((slurm.folder / "parts.out").exists, "the job runs")
+    monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
+    check_comment(slurm, job)
     slurm.cancel(job)
 
 
@@ -275,24 +221,6 @@ def test_each_run_of_a_requeued_job_has_a_seat_of_its_own(slurm: Cluster, nodes:
     slurm.cancel(job)
 
 
-def test_a_jobs_comment_is_no_other_tasks_or_parts(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array's last task has the array's number, and a heterogeneous job's first part the whole job's."""
-    monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
-    array = slurm.sbatch("exec sleep 600", "--array=1-2")
-    script = slurm.folder / "two.sh"
-    script.write_text("#!/bin/sh\n#SBATCH --nodelist=n1\n#SBATCH hetjob\n#SBATCH --nodelist=n2\nexec sleep 600\n")
-    parts = slurm.call("sbatch", "--parsable", "--output=/dev/null", str(script)).strip()
-    for job in (array, parts):
-        until(
-            lambda: slurm.call("squeue", "-h", "-r", "-t", "R", "-j", job, "-o", "%A").split().count(job) == 1,  # noqa: B023 - called at once
-            f"job {job} runs",
-        )
-        until(lambda: slurm.call("squeue", "-h", "-r", "-t", "R", "-j", job).count("\n") == 2, "so do all of it")  # noqa: B023 - as above
-        assert Slurm("n1").comment(int(job), "used")
-        assert slurm.call("scontrol", "show", "job", "-o", job).count("AdminComment=used") == 1
-    slurm.cancel(array, parts)
-
-
 CELL = "import os; open('OUT', 'a').write(f'{bool(os.environ.get(\"JUPYTER_GPU_LEASE\"))} ')"
 NOTEBOOK = {
     "cells": [{"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "execution_count": None, "source": CELL}],
@@ -301,23 +229,16 @@ NOTEBOOK = {
     "nbformat_minor": 5,
 }
 PAPERMILL = "-m papermill --log-level ERROR --no-progress-bar it.ipynb done.ipynb"
-# One interpreter for both, as they import the same.
-ALL = """-c '
-from nbconvert import nbconvertapp
-from papermill import cli
-nbconvertapp.main(["--execute", "--to=notebook", "--log-level=ERROR", "--output=done.ipynb", "it.ipynb"])
-cli.papermill(["--log-level=ERROR", "--no-progress-bar", "it.ipynb", "done.ipynb"])
-'"""
 
 
 def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_package_and_work_without_it(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    """One job runs all programs, each of which starts an ordinary `python3`."""
+    """Each program starts an ordinary `python3`."""
     for name, ours in (("with", True), ("without", False)):
         new_environment(tmp_path / name, tmp_path / name, ours=ours)
     (tmp_path / "it.ipynb").write_text(json.dumps(NOTEBOOK).replace("OUT", str(tmp_path / "out")))
-    lines = [f"with/bin/python -P {ALL}", f"without/bin/python -P {PAPERMILL}"]
+    lines = [f"{name}/bin/python -P {PAPERMILL}" for name in ("with", "without")]
     script = "\n".join([f"export PYTHONPATH={QUICK}", f"cd {tmp_path}", "set -e", *lines, "echo all ran"])
     job = slurm.sbatch(script, HALF, "-w", "n1", "--mem=900")
     slurm.await_end(job)
@@ -326,7 +247,7 @@ def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_packag
         "1/2 GPU for the kernels of environments that have jupyter-fractional-gpu; other kernels and programs see no GPU"
         in slurm.output(job)
     )
-    assert (tmp_path / "out").read_text() == "True True False "
+    assert (tmp_path / "out").read_text() == "True False "
 
 
 ONDEMAND = ROOT / "examples" / "ondemand"
@@ -343,6 +264,7 @@ def test_kernels_of_an_ondemand_session_have_the_share_of_its_form_until_the_ses
     script = environment / "bin" / "jupyter-lab"
     script.write_text(f'#!/bin/sh\nexec {environment}/bin/python -P -m jupyterlab --allow-root "$@"\n')
     script.chmod(0o755)
+    (environment / "bin" / "node").symlink_to("/bin/false")  # else JupyterLab asks yarn for its registry
     site = f"export HOME={home} PYTHONPATH={QUICK}"
     session = Session(slurm, ONDEMAND, tmp_path / "session", site=site, environment=str(environment), portal=PORTAL)
     connection = session.connection()
@@ -396,15 +318,16 @@ def test_a_job_costs_slurmctld_one_question_at_most_and_none_in_another_partitio
     text = script.read_text()
     costs = {}
     try:
-        for partitions in ([], ["--partition", "others"]):
-            slurm.call(*nodes[0].main, "node", "install", "--force", "--folder", str(script.parent), "--node", "n1",
-                       *nodes[0].words, *partitions, environment=nodes[0].environment)  # fmt: skip
+        for others in (False, True):
+            if others:
+                slurm.call(*nodes[0].main, "node", "install", "--force", "--folder", str(script.parent), "--node", "n1",
+                           *nodes[0].words, "--partition", "others", environment=nodes[0].environment)  # fmt: skip
             for gres in ("", HALF):
                 before = remote_calls(slurm)
                 job = slurm.sbatch("true", "-w", "n1", *([gres] if gres else []))
                 until((slurm.folder / f"job-{job}.out").exists, "it has run")
                 until(lambda: not list(nodes[0].seats.glob("job-*")), "and has ended")
-                costs[bool(partitions), bool(gres)] = remote_calls(slurm) - before
+                costs[others, bool(gres)] = remote_calls(slurm) - before
     finally:
         script.write_text(text)
         for node in nodes:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ values = given["values"].transform_keys(&:to_sym)
 scope = binding
 values.each { |name, value| scope.local_variable_set(name, value) }
 scope.local_variable_set(:context, Struct.new(*values.keys).new(*values.values))
-print ERB.new(given["template"], trim_mode: "-").result(scope)
+print JSON.generate(given["templates"].map { |text| ERB.new(text, trim_mode: "-").result(scope) })
 """
 _JOB = """\
 #!/bin/bash
@@ -74,11 +74,12 @@ class Session:
         self.folder = folder
         self.form = {**form_values(yaml.safe_load((app / "form.yml").read_text())), **given}
         shutil.copytree(app / "template", folder)
-        for file in folder.glob("**/*.erb"):
-            text = rendered(file, self.form)
+        files = list(folder.glob("**/*.erb"))
+        submit, *texts = rendered([app / "submit.yml.erb", *files], self.form)
+        for file, text in zip(files, texts, strict=True):
             file.write_text(text)
             file.rename(file.with_suffix(""))  # with its mode
-        script = yaml.safe_load(rendered(app / "submit.yml.erb", self.form))["script"]
+        script = yaml.safe_load(submit)["script"]
         words = ["-D", str(folder), "-J", "sys/dashboard/sys/jupyter-gpu", "-o", str(folder / "output.log")]
         words += ["-p", str(self.form["bc_queue"]), "-t", f"{int(str(self.form['bc_num_hours'])):02}:00:00"]
         words += ["--export", "NONE", *script["native"], "--parsable"]
@@ -103,7 +104,7 @@ class Session:
 
     def view(self) -> str:
         """Return the session's card, as HTML."""
-        return rendered(self._app / "view.html.erb", self.connection())
+        return rendered([self._app / "view.html.erb"], self.connection())[0]
 
 
 class Browser(Server):
@@ -171,10 +172,10 @@ def form_values(form: Mapping[str, Any]) -> dict[str, Any]:
     return {name: str(value) for name, value in values.items()}
 
 
-def rendered(file: Path, values: Mapping[str, Any]) -> str:
+def rendered(files: Sequence[Path], values: Mapping[str, Any]) -> list[str]:
     ruby = shutil.which("ruby")
     assert ruby is not None, "ruby not found: `tests/run setup` installs Debian's ruby"
-    given = json.dumps({"template": file.read_text(), "values": values})
+    given = json.dumps({"templates": [file.read_text() for file in files], "values": values})
     done = subprocess.run([ruby, "-e", _RENDER], input=given, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, f"{file.name}: {done.stderr}"
-    return done.stdout
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))

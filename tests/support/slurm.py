@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from fractional_gpu.engines.slurm import parse_gres
 from tests.support.ports import free_ports
 from tests.support.slurm_accounting import Accounting
 from tests.support.world import World, until
 
-__all__ = ["GRES", "Cluster", "Node", "new_cluster"]
+__all__ = ["GRES", "Cluster", "Node", "fields", "new_cluster"]
+
+T = TypeVar("T")
 
 GRES = "jgpu"
 _CONFIG = """\
@@ -309,7 +311,7 @@ class Cluster:
             return found if found["JobState"] in states else None
 
         try:
-            return until(ask, f"job {job_id} becomes {' or '.join(states)}", pause_s=_PAUSE_S)
+            return self._until(ask, f"job {job_id} becomes {' or '.join(states)}")
         except AssertionError as error:
             error.add_note(self.call("scontrol", "show", "job", job_id) + self.output(job_id))
             raise
@@ -317,7 +319,24 @@ class Cluster:
     def await_end(self, *job_ids: str) -> None:
         """Wait until jobs have left their nodes."""
         words = ("squeue", "-h", "-j", ",".join(job_ids), "-o", "%A")
-        until(lambda: not self.call(*words).split(), "the jobs have ended", pause_s=_PAUSE_S)
+        self._until(lambda: not self.call(*words).split(), "the jobs have ended")
+
+    def _until(self, ask: Callable[[], T | None], what: str) -> T:
+        """Ask slurmctld, which takes a process, soon after it has logged something, and then ever more rarely."""
+        log = self.folder / "slurmctld.log"
+        size, due_s, step_s = -1, 0.0, 0.0
+
+        def look() -> T | None:
+            nonlocal size, due_s, step_s
+            now_s, now_size = time.monotonic(), log.stat().st_size
+            if now_size != size:
+                size, due_s, step_s = now_size, now_s + 0.15, 0.3
+            if now_s < due_s:
+                return None
+            due_s, step_s = now_s + step_s, min(1.0, 2 * step_s)
+            return ask()
+
+        return until(look, what)
 
     def cancel(self, *job_ids: str) -> None:
         """Cancel jobs and wait until they have left their nodes."""

@@ -71,7 +71,7 @@ class GPUNode:
         return False
 
     def start_agent(self, *more: str) -> None:
-        words = ["--every", "500ms", "--floor", "200ms", "--jitter", "0", "--look", "1s", "--comment-every", "2s"]
+        words = ["--every", "1s", "--floor", "200ms", "--jitter", "0", "--look", "3s", "--comment-every", "2s"]
         command = [*_MAIN, "node", "agent", "--engine", "slurm", "--node", self.node.name, *words, *self.words, *more]
         self.agent = self._start(command, "agent.out")
 

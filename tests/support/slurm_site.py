@@ -120,18 +120,20 @@ class View:
 @contextmanager
 def new_site() -> Iterator[tuple[Cluster, dict[str, View]]]:
     """The site, and the views of its nodes by their names; ended with the block. Takes root."""
-    with (
-        new_cluster(constrained=True, node_gres="gpu:1", gres={"gpu": ""}, edit=as_site) as cluster,
-        ExitStack() as stack,
-    ):
+    with ExitStack() as stack:
         views = {}
-        for node in cluster.nodes:
-            views[node.name] = View(cluster, node)
-            stack.callback(views[node.name].close)
-            cluster.prefixes[node.name] = views[node.name].prefix
-            cluster.restart_node(node)
-        stack.callback(cluster.cancel_all)
-        yield cluster, views
+
+        def prepare(cluster: Cluster) -> None:
+            as_site(cluster)
+            for node in cluster.nodes:
+                views[node.name] = View(cluster, node)
+                stack.callback(views[node.name].close)
+                cluster.prefixes[node.name] = views[node.name].prefix
+
+        yield (
+            stack.enter_context(new_cluster(constrained=True, node_gres="gpu:1", gres={"gpu": ""}, edit=prepare)),
+            views,
+        )
 
 
 def new_environment(folder: Path, place: Path, *, ours: bool) -> None:
