@@ -5,6 +5,7 @@ Broker, worker, NVIDIA's Python packages, Jupyter, kernels, the control group an
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def double(world: World) -> DriverDouble:
     return made
 
 
+@contextmanager
+def grouped_server(world: World) -> Iterator[tuple[Path, Server]]:
+    """A server whose kernels are in a control group of memory, which is given too."""
+    with memory_group(GROUP_MIB) as group, Server(world) as server:
+        Path(f"/proc/{server.process.pid}/oom_score_adj").write_text(str(RAISED))
+        (group / "cgroup.procs").write_text(str(server.process.pid))  # processes that it starts from now on are in it
+        yield group, server
+
+
 def device(world: World) -> DeviceStatus:
     (found,) = world.status().devices
     return found
@@ -86,7 +96,7 @@ def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_o
     assert "CUDA_ERROR_SYSTEM_NOT_READY (802)" in device(world).why_not
     double.clear_faults()
     until(lambda: not device(world).why_not, "the broker has tried again")
-    with Server(world) as server:
+    with grouped_server(world) as (group, server):
         notebook = server.start(world.install(250)[0])
         notebook.must(HOLD.format(mib=SMALL_MIB))
         pid = suspended(world, notebook)
@@ -102,38 +112,36 @@ def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_o
         double.clear_faults()
         world.await_state(notebook.kernel_id, "suspended")
         assert notebook.must(LOOK.format(mib=SMALL_MIB)).text == "True\n"
+        server.clear()
+        a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back_whole(world, double, group, server)
 
 
-def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back_whole(
-    world: World, double: DriverDouble
+def a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back_whole(
+    world: World, double: DriverDouble, group: Path, server: Server
 ) -> None:
     double.set(context_mib=16)
-    world.start_broker()
-    with memory_group(GROUP_MIB) as group, Server(world) as server:
-        Path(f"/proc/{server.process.pid}/oom_score_adj").write_text(str(RAISED))
-        (group / "cgroup.procs").write_text(str(server.process.pid))  # processes that it starts from now on are in it
-        (name,) = world.install(250)
-        saved = [server.start(name) for _ in range(2)]
-        neighbour = server.start(name)
-        pids = []
-        for notebook in saved:
-            notebook.must(HOLD.format(mib=HELD_MIB))
-            pids.append(suspended(world, notebook))
-        assert {one.pid for one in double.processes() if one.saved_mib == HELD_MIB} == set(pids)
-        until(lambda: all(memory.adjustment(pid) < RAISED for pid in pids), "what is saved is protected")
-        lease = world.lease(neighbour.kernel_id)
-        neighbour.must("pass")
-        # So little is left that the neighbour, once it has filled that, is smaller than a suspended kernel.
-        set_limit(group, used_mib(group) + LEFT_MIB)
-        neighbour.send(f"filled = b'x' * {GROUP_MIB * MIB}")
-        world.await_restart(neighbour.kernel_id, lease.pid)
-        with world.client() as client:
-            said = [line.sentence for line in client.story(lease.lease_id).lines]
-        assert any("out-of-memory killer ended this kernel" in line for line in said), said
-        shown = server.connect(neighbour.kernel_id).shows("out-of-memory killer ended this kernel")
-        assert str(group) in shown
-        for notebook, pid in zip(saved, pids, strict=True):
-            assert world.lease(notebook.kernel_id).pid == pid
-            set_limit(group, GROUP_MIB)
-            assert notebook.must(LOOK.format(mib=HELD_MIB)).text == "True\n"
-        until(lambda: all(memory.adjustment(pid) == RAISED for pid in pids), "the protection is over")
+    (name,) = world.install(250)
+    saved = [server.start(name) for _ in range(2)]
+    neighbour = server.start(name)
+    pids = []
+    for notebook in saved:
+        notebook.must(HOLD.format(mib=HELD_MIB))
+        pids.append(suspended(world, notebook))
+    assert {one.pid for one in double.processes() if one.saved_mib == HELD_MIB} == set(pids)
+    until(lambda: all(memory.adjustment(pid) < RAISED for pid in pids), "what is saved is protected")
+    lease = world.lease(neighbour.kernel_id)
+    neighbour.must("pass")
+    # So little is left that the neighbour, once it has filled that, is smaller than a suspended kernel.
+    set_limit(group, used_mib(group) + LEFT_MIB)
+    neighbour.send(f"filled = b'x' * {GROUP_MIB * MIB}")
+    world.await_restart(neighbour.kernel_id, lease.pid)
+    with world.client() as client:
+        said = [line.sentence for line in client.story(lease.lease_id).lines]
+    assert any("out-of-memory killer ended this kernel" in line for line in said), said
+    shown = server.connect(neighbour.kernel_id).shows("out-of-memory killer ended this kernel")
+    assert str(group) in shown
+    for notebook, pid in zip(saved, pids, strict=True):
+        assert world.lease(notebook.kernel_id).pid == pid
+        set_limit(group, GROUP_MIB)
+        assert notebook.must(LOOK.format(mib=HELD_MIB)).text == "True\n"
+    until(lambda: all(memory.adjustment(pid) == RAISED for pid in pids), "the protection is over")
