@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 
@@ -37,6 +38,13 @@ CODES = {
     801: GPUErrorCode.NOT_SUPPORTED,
     999: GPUErrorCode.UNKNOWN,
 }
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """A checkpointer cleans the environment of its process, and this process has other tests."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -57,9 +57,8 @@ class World:
         self.notebooks = folder / "notebooks"
         for name in ("data", "run", "config", "home", "notebooks", "ipython"):
             (folder / name).mkdir(mode=0o700)
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON", "JPY_"))
-        }
+        users = ("CUDA_", "IPYTHON", "JPY_", "JUPYTER")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(users)}
         self.environment = {
             **kept,
             **({IN_WORKLOAD: "1"} if IN_WORKLOAD in os.environ else {}),
