@@ -499,11 +499,17 @@ class Notebook:
 
     def shows(self, text: str) -> str:
         """Run an empty cell, and return the first message that has the text: in its output, or beneath it once it has ended."""
-        # As a front end does: until a server has found all of a kernel's channels it drops what the kernel shows, and a notice comes once.
-        self._send("shell", "kernel_info_request", uuid.uuid4().hex, {})
-        while "kernel_info_reply" not in (message := str(self.socket.recv())):
-            if text in message:
-                return message
+        # As a front end does: until a server has found a kernel's IOPub channel it drops what the kernel shows, and a notice comes once.
+        # It does not wait for that channel if it takes the kernel for busy, such as one that died in a cell.
+        asked, listens = set[str](), False
+        while not listens:
+            asked.add(msg_id := uuid.uuid4().hex)
+            self._send("shell", "kernel_info_request", msg_id, {})
+            while "kernel_info_reply" not in (message := str(self.socket.recv())):
+                if text in message:
+                    return message
+                about = json.loads(message)
+                listens = listens or (about["channel"] == "iopub" and about["parent_header"].get("msg_id") in asked)
         self.send("pass")
         while text not in (message := str(self.socket.recv())):
             pass
