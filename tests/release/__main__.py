@@ -2,7 +2,7 @@
 
 - The version is the same in the package, in JupyterLab's extension and at the head of the changelog.
 - The recipe for conda-forge needs what the package needs.
-- A run of this version on a real GPU is recorded.
+- A run of this version on a real GPU is recorded, and the scripts for the next one work on a double.
 - Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
 - The extension's prebuilt files match its sources, and name the licence of everything in them.
 - The wheel is used next to other packages, and uninstalled without a trace.
@@ -39,6 +39,7 @@ LEFT_OUT: Final = (
     "tests/kernelext/cells/test_msgspec.py",  # has a separate environment, which tests/run sets up
     "tests/kernelext/cells/test_gui_loops.py",  # ipykernel 6 has no way to wake such a loop: nothing is freed there
 )
+GPU_SCRIPTS: Final = ("tests/gpu_nvidia/test_experiments.py", "tests/gpu_nvidia/test_run_all.py")
 LOOKS: Final = ("tests/e2e/test_accessible_notebook.py", "tests/e2e/test_browser.py", "tests/reports/test_page.py")
 CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
 _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")
@@ -216,6 +217,7 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
     checks = {
         **(dict(_environments(scratch, versions)) if built.holds else {}),
         "accessibility": lambda: passes("-n", "2", "-k", "axe or accessible or panel", *LOOKS),
+        "scripts for GPUs": lambda: passes("-n", "2", *GPU_SCRIPTS),
         "site": lambda: passes("tests/site/test_build.py"),
         "wheel in use": lambda: passes("tests/installs/test_story.py"),
         "JupyterLab's extension": check_extension,
