@@ -33,7 +33,7 @@ USER, ATTACKER = (base + os.getpid() % 10_000 for base in (70_000, 80_000))  # o
 MOST_ANSWERS = 40
 """How often the broker may answer the attacker between another user's question and its answer. Without turns it is hundreds."""
 LONGEST_STEP_S = 0.3  # of processor time, of which a busy machine needs three times as much
-PINGS = 8
+PINGS = 5
 
 
 class Seen:
