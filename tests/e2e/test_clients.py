@@ -131,9 +131,7 @@ def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
         console.kill()
         with console:  # closes the pipes and waits
             pass
-    until(
-        lambda: world.status().leases == [] or world.status().leases[0].pid is None, "the kernel ends with the console"
-    )
+    until(lambda: all(lease.pid is None for lease in world.status().leases), "the kernel ends with the console")
     used_a_device(world)
 
 
