@@ -29,7 +29,7 @@ _QUIET = {
     },
     "buildCheck": False,  # for which the server starts node twice with each page
 }
-# A blinking cursor takes a twentieth of a processor, for as long as the page is open.
+# A blinking cursor takes a twentieth of a processor.
 _STILL_CURSOR = """
 const still = new CSSStyleSheet();
 still.replaceSync(".cm-cursorLayer { animation: none !important }");

@@ -128,9 +128,7 @@ def test_while_there_is_no_broker_jobs_start_and_are_told_and_end_and_their_seat
         with node.client() as client:
             return {seat.server for seat in client.seats().seats}
 
-    until(
-        lambda: seats() == {f"slurm-{job}"}, "the agent has ended the seat of the job that the Epilog could not tell of"
-    )
+    until(lambda: seats() == {f"slurm-{job}"}, "the agent has ended the seat that the Epilog could not end")
     kernel.end()
     slurm.await_job(job, "COMPLETED")
     assert set(slurm.states().values()) == {"idle"}

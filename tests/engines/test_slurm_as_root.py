@@ -198,6 +198,14 @@ def test_a_memory_limit_that_is_too_small_is_named_to_all_and_a_job_that_it_kill
     slurm.cancel(job)
 
 
+def state_of(node: GPUNode, job: str) -> str:
+    """Return the state of this job's only lease."""
+    with node.client() as client:
+        (seat,) = [seat for seat in client.seats().seats if seat.server == f"slurm-{job}"]
+        (lease,) = [lease for lease in client.status().leases if lease.spec.seat == seat.seat_id]
+    return lease.state
+
+
 def test_a_third_job_is_admitted_because_others_idle_and_no_byte_is_lost_though_one_is_cancelled_in_a_swap_and_broker_and_agent_die(
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
@@ -223,8 +231,9 @@ def test_a_third_job_is_admitted_because_others_idle_and_no_byte_is_lost_though_
     assert [kernel.cell(CHECK) for kernel in (staying, leaving, pushing)] == ["0\n"] * 3
     before = until(lambda: states if "suspended" in (states := node.lease_states()) else None, "one is suspended")
     assert before == ["resident", "resident", "suspended"]
+    assert state_of(node, second) == "resident"
     out = staying.start_cell(CHECK)
-    until(lambda: node.lease_states() != before, "a swap begins")
+    until(lambda: state_of(node, second) != "resident", "its swap begins")
     slurm.cancel(second)
     until(out.exists, "the cell ends")
     assert out.read_text() == "0\n"
@@ -246,8 +255,13 @@ def test_a_third_job_is_admitted_because_others_idle_and_no_byte_is_lost_though_
     node.start_broker()
     node.start_agent()
     assert [staying.cell(CHECK), pushing.cell(CHECK)] == ["0\n"] * 2
-    staying.end()
-    slurm.await_job(first, "COMPLETED")
+    for kernel, ended in ((staying, first), (pushing, third)):
+        kernel.end()
+        slurm.await_job(ended, "COMPLETED")
+    until(lambda: not node.lease_states(), "no lease is left")
+    until(lambda: not list(node.seats.iterdir()), "no file of a seat is left")
+    with node.client() as client:
+        assert client.seats().seats == []
 
 
 def _cluster_page(story: Story, name: str) -> dict[str, Any] | None:

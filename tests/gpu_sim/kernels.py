@@ -115,7 +115,7 @@ class KernelProcess:
                 pipe.close()
 
     def end(self) -> int:
-        """Let it end by itself: its input ends. Return its exit status."""
+        """End its input, wait until it exits, and return its exit status."""
         self._cells.close()
         return self.process.wait()
 

@@ -75,7 +75,7 @@ def test_users_share_a_device_and_restarts_are_not_noticed(story: Story) -> None
 def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_seat_outlives_its_server(
     story: Story,
 ) -> None:
-    """Goes on where the story above ends. The server is killed in the middle of a cell, the broker, then the hub with its database.
+    """Continues the story above. The server is killed in the middle of a cell, the broker, then the hub with its database.
 
     The next hub adopts its servers.
     """
