@@ -1,7 +1,7 @@
 """What holds for every test: what the ordinary run leaves out, who runs what when it has several processes, and interrupts that work.
 
-tests/gpu needs a GPU and has its own command: docs/gpu-tests.md. That its scripts work, the wheel, the documentation's site and how a
-notebook looks are for `tests/run release`, which CI runs after the suite; a file that is named is always run.
+tests/gpu needs a GPU and has its own command: docs/gpu-tests.md. What needs a browser or builds something is for `tests/run release`, which
+CI runs after the suite; a file that is named is always run.
 """
 
 import gc
@@ -22,12 +22,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.host.workload import own_workload
-from tests.support.paths import INJECTED, QUICK
+from tests.support.paths import INJECTED, QUICK, RELEASE_ONLY, ROOT
 
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 if not os.environ.get("JUPYTER_GPU_ALL_LOOKS"):
-    collect_ignore += ["e2e/test_accessible_notebook.py", "installs/test_story.py", "site/test_build.py"]
-    collect_ignore += ["gpu_nvidia/test_experiments.py", "gpu_nvidia/test_run_all.py"]
+    collect_ignore += [str(ROOT / file) for files in RELEASE_ONLY.values() for file in files]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what it starts in the background, and so would every process that the tests start and interrupt.

@@ -7,7 +7,7 @@
 - The extension's prebuilt files match its sources, and name the licence of everything in them.
 - The wheel is used next to other packages, and uninstalled without a trace.
 - The documentation's site has no warning, and axe finds nothing on any of its pages.
-- axe finds nothing in what a notebook shows and in the reports, in each look.
+- What people see and click in JupyterLab, on the hub's pages and in reports works in a browser, and axe finds nothing there, in each look.
 - The wheel is installed into an empty environment of each supported Python that the machine has: of the lowest with the oldest declared
   dependencies, of the others with the newest, which the suite itself uses with the lowest. There the core of the suite passes, on the
   installed package: configuration, ledger, client, commands, kernel extension. Commands for Pythons that are missing are named.
@@ -33,14 +33,12 @@ import yaml
 
 from tests.gpu.figures import RECORDED
 from tests.installs.story import Failure, Result, build, build_wheel, tried
-from tests.support.paths import ROOT
+from tests.support.paths import RELEASE_ONLY, ROOT
 
 LEFT_OUT: Final = (
     "tests/kernelext/cells/test_msgspec.py",  # has a separate environment, which tests/run sets up
     "tests/kernelext/cells/test_gui_loops.py",  # ipykernel 6 has no way to wake such a loop: nothing is freed there
 )
-GPU_SCRIPTS: Final = ("tests/gpu_nvidia/test_experiments.py", "tests/gpu_nvidia/test_run_all.py")
-LOOKS: Final = ("tests/e2e/test_accessible_notebook.py", "tests/e2e/test_browser.py", "tests/reports/test_page.py")
 CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
 _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")
 _EXTRAS: Final = "[lab,hub]"
@@ -142,9 +140,9 @@ def check_extension() -> str:
     return f"as built from its sources; {len(packages)} packages of others in it ({', '.join(kinds) or 'none'})"
 
 
-def passes(*arguments: str) -> str:
+def passes(*files: str) -> str:
     """Run these tests, in each look, and return pytest's last line."""
-    command = [sys.executable, "-m", "pytest", "-q", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *files]
     return _run(command, environment={"JUPYTER_GPU_ALL_LOOKS": "1"}).strip().splitlines()[-1]
 
 
@@ -216,10 +214,7 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
     yield built
     checks = {
         **(dict(_environments(scratch, versions)) if built.holds else {}),
-        "accessibility": lambda: passes("-n", "2", "-k", "axe or accessible or panel", *LOOKS),
-        "scripts for GPUs": lambda: passes("-n", "2", *GPU_SCRIPTS),
-        "site": lambda: passes("tests/site/test_build.py"),
-        "wheel in use": lambda: passes("tests/installs/test_story.py"),
+        **{row: partial(passes, *files) for row, files in RELEASE_ONLY.items()},
         "JupyterLab's extension": check_extension,
     }
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -12,6 +12,7 @@ __all__ = [
     "NO_DEBUGPY",
     "PYTHONPATH",
     "QUICK",
+    "RELEASE_ONLY",
     "ROOT",
     "SOURCES",
     "STRANGER",
@@ -32,6 +33,18 @@ INJECTED: Final = ROOT / "tests" / "support" / "injected"
 PYTHONPATH: Final = os.pathsep.join((str(INJECTED), DEBUGGER_PYTHONPATH, str(NO_DEBUGPY)))
 STRANGER: Final = str(ROOT / "tests" / "support" / "stranger.py")
 """The program that holds memory of a simulated device without a lease."""
+RELEASE_ONLY: Final = {
+    "pages in a browser": (
+        "tests/e2e/test_accessible_notebook.py",
+        "tests/e2e/test_browser.py",
+        "tests/hub/test_service_browser.py",
+        "tests/reports/test_page.py",
+    ),
+    "scripts for GPUs": ("tests/gpu_nvidia/test_experiments.py", "tests/gpu_nvidia/test_run_all.py"),
+    "site": ("tests/site/test_build.py",),
+    "wheel in use": ("tests/installs/test_story.py",),
+}
+"""Files of tests that `tests/run release` runs, and the suite does not, by the row of its table."""
 MCP_AGENT: Final = str(ROOT / "tests" / "support" / "mcp_agent.py")
 """The program that calls tools over MCP."""
 

@@ -1,6 +1,7 @@
 """`jupyter gpu broker` starts, stops and restarts the broker. It imports `fractional_gpu.broker` only to run a broker."""
 
 import argparse
+import gc
 import io
 import os
 import re
@@ -141,9 +142,12 @@ def run(options: argparse.Namespace) -> int:
         if code == 0 and unused:
             say(unused, sys.stderr)
         return code
+    gc.disable()  # as in fractional_gpu.broker.__main__
     from fractional_gpu.broker.process.app import run_broker  # noqa: PLC0415 - heavy, and needed here only
     from fractional_gpu.config import ConfigError  # noqa: PLC0415 - as above
 
+    gc.freeze()
+    gc.enable()
     try:
         return run_broker(given)
     except ConfigError as error:

@@ -8,8 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.terminal.text import CommandError, UsageError
-from fractional_gpu.gpu.simulated.host import parse_devices
-from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 if TYPE_CHECKING:
@@ -103,6 +101,9 @@ def checked_pool(name: str) -> str:
 
 def checked_simulate(text: str | None) -> str | None:
     if text is not None:
+        from fractional_gpu.gpu.simulated.host import parse_devices  # noqa: PLC0415 - as above
+        from fractional_gpu.gpu.simulated.store import SimulatedHostError  # noqa: PLC0415 - as above
+
         try:
             parse_devices(text)
         except SimulatedHostError as error:
