@@ -1,4 +1,4 @@
-"""Fractions of GPUs for JupyterHub: the mixin, ready-made spawners, and `configure` for `jupyterhub_config.py`."""
+"""Fractional GPUs for JupyterHub: the mixin, ready-made spawners, and `configure` for `jupyterhub_config.py`."""
 
 from fractional_gpu_hub.configuration import configure
 

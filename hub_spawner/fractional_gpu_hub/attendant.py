@@ -1,8 +1,8 @@
-"""Runs the broker as a service of the hub, and stops it only when the hub is gone.
+"""Runs the broker as a managed service of the hub, and keeps it running until the hub is gone.
 
-JupyterHub stops its services before the servers of its users, but a server gives back its seat after it has ended. So the broker must
-outlive the service. On SIGTERM this process ends at once, as the hub expects, and leaves a child that stops the broker when the hub ends or
-after `LINGER_S`. This module runs as a script and imports only the standard library, because it stays in memory as long as the hub.
+JupyterHub stops its services before its users' servers. A server's seat is only given back once the server has stopped, so the broker must
+outlive the service. On SIGTERM, this process exits at once, as the hub expects, and leaves a child process that stops the broker when the
+hub exits or after `LINGER_S` seconds. This script stays in memory while the hub runs, so it only imports the standard library.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""The base of all spawners with a choice of GPU: the user's options, the spawn page, and the progress of a start.
+"""The base of all spawners that let users choose a GPU: the user's options, the spawn page, and the progress of a start.
 
 Two subclasses get the GPU in different ways:
 
-- With `mixin.FractionalGPUMixin`, the hub takes a seat at the machine's broker and then starts the server.
-- With `engines.spawner.EngineGPUMixin`, the engine (Slurm or Kubernetes) chooses a node, and the node registers the allocation as a seat at
-  the node's broker.
+- With `mixin.FractionalGPUMixin`, the hub requests a seat from the machine's broker and then starts the server.
+- With `engines.spawner.EngineGPUMixin`, the engine (Slurm or Kubernetes) chooses a node, and the node registers the allocation as a seat
+  with its own broker.
 
-`CUDA_VISIBLE_DEVICES` is empty in every server, because a process gets a GPU only through the lease of a kernel.
+`CUDA_VISIBLE_DEVICES` is empty in every server, because processes only get a GPU through a kernel's lease.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 
 
 class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
-    """Adds a choice of GPU to a spawner. Subclasses define where offers and seats come from."""
+    """A mixin that adds a GPU choice to a spawner. Subclasses define where offers and seats come from."""
 
     _gpu_progress_below = True  # whether the spawner's own progress is shown after ours
 
@@ -59,18 +59,18 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return lambda spawner, options: spawner.gpu_choice(options)
 
     async def gpu_offers(self) -> Offers:
-        """Return the pools and fractions that this user can choose. Raises FractionalGPUError."""
+        """Return the pools and fractions this user can choose from. Raises FractionalGPUError."""
         raise NotImplementedError
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Get the chosen GPU share, or store the choice for `gpu_prepare`. Raises the error that stops the spawn.
+        """Get the chosen GPU share, or store the choice for `gpu_prepare`. Raises an HTTPError, which stops the spawn.
 
-        If this is cancelled, nothing is taken.
+        If this call is cancelled, no share remains allocated.
         """
         raise NotImplementedError
 
     async def gpu_prepare(self) -> None:
-        """Adapt the spawner's settings to the choice. This is called just before the server starts, even if it has no GPU."""
+        """Adjust the spawner's settings to match the choice. Called just before the server starts, even if the server has no GPU."""
 
     def _gpu_hub(self) -> str:
         return str(getattr(self.hub, "api_url", ""))
@@ -127,10 +127,10 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return the wanted pool and milli-GPU. What the user left out comes from the offer that is closest to the defaults.
+        """Return the pool and milli-GPU to request. Anything the user left out is taken from the offer closest to the defaults.
 
-        If the user has chosen nothing or no offer fits, use the defaults. A later refusal of the defaults says what is on offer.
-        Raises the error that stops the spawn.
+        If the user chose nothing or no offer fits, the defaults are used. If those are refused later, the error says what is on offer.
+        Raises an HTTPError, which stops the spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
         asked = [
@@ -161,7 +161,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return pool, milli
 
     async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
-        """Get the chosen GPU share, then start the server. After a failure or a cancellation, the hub's clean-up gives the share back."""
+        """Get the chosen GPU share, then start the server. If this fails or is cancelled, the hub's cleanup gives the share back."""
         try:
             choice = self.gpu_choice(self.user_options)
             if not choice.without:
@@ -182,7 +182,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return await super().start()
 
     def clear_state(self) -> None:
-        """Clear the state and restart the progress log, because the hub calls this before each start."""
+        """Clear the state and start the progress log afresh. The hub calls this before each start."""
         super().clear_state()
         self._gpu_progress.begin()
 
@@ -198,7 +198,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of the start from its beginning, and then the events of the spawner class that follows this mixin."""
+        """Yield the progress events of the start from the beginning, then those of the spawner class that follows this mixin."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event
@@ -209,7 +209,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence that lists the shares that are free now, or "". If `without` is set, it also lists "a server without a GPU"."""
+    """Return a sentence listing the shares that are free now, or "". If `without` is set, it includes "a server without a GPU"."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools

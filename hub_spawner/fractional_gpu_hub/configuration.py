@@ -3,9 +3,9 @@
     from fractional_gpu_hub import configure
     configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "wait_bound": "10%"}})
 
-Mistakes stop the hub at startup, with an error that names the key, the value and the allowed values. If the hub runs as root, the broker
-serves every user of the machine on `/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`. Any other hub uses the
-Jupyter folders of its user. If a system broker is running, the hub uses that broker, whose own file configures the pools.
+Mistakes stop the hub at startup with an error that names the key, its value and the allowed values. If the hub runs as root, the broker
+serves all users of the machine at `/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`. Otherwise, both are in the
+Jupyter folders of the user running the hub. If a system broker is running, the hub uses it, and the pools are set in that broker's file.
 """
 
 import json
@@ -55,10 +55,10 @@ def configure(
 ) -> None:
     """Set up the hub. Raises ConfigError.
 
-    `spawner` is one of `SPAWNERS`, or the registered name or the class of another spawner with the mixin. `pools` and the other `settings`
-    configure the broker and override `jupyter_gpu_config.py`. `broker` is `managed` if the hub runs the broker, `system` if it is already
-    running, or `auto`. `socket` is the path of the broker's socket. `simulate` replaces the hardware with simulated devices such as
-    `2x80GiB`.
+    `spawner` is one of `SPAWNERS`, or the registered name or class of another spawner that uses the mixin. `pools` and the other `settings`
+    configure the broker and override `jupyter_gpu_config.py`. Set `broker` to `managed` to have the hub run the broker, to `system` if a
+    system broker is already running, or to `auto`. `socket` is the path of the broker's socket. `simulate` replaces the hardware with
+    simulated devices, such as `2x80GiB`.
     """
     kind = _registered(spawner) if isinstance(spawner, str) else spawner
     if issubclass(kind, EngineGPUMixin):

@@ -1,10 +1,10 @@
-"""Servers as Docker containers on this machine, based on `dockerspawner`.
+"""Runs servers as Docker containers on this machine, based on `dockerspawner`.
 
-- The containers of each user run with a separate uid (`gpu_first_uid` plus the user's id in the hub), so users cannot access each other's
-  leases. The broker treats root in a container as root.
-- The broker runs as root on the machine, knows kernels by their pids there, and connects to them on the container's loopback interface.
-- A container gets the GPUs, and read-only access to the broker's socket and the seat's file.
-- A container is removed with its server, because a reused container would have the environment of an earlier seat.
+- Each user's containers run under a separate uid (`gpu_first_uid` plus the user's id in the hub), so users cannot access each other's
+  leases. The broker treats root in a container as root on the machine.
+- The broker runs as root on the machine, identifies kernels by their host pids, and connects to them on the container's loopback interface.
+- Each container has access to the GPUs, and read-only access to the broker's socket and the seat file.
+- A container is removed along with its server, because a reused container would still have an earlier seat's environment.
 """
 
 import inspect
@@ -23,7 +23,7 @@ _USERS = 100  # the id of the group `users` in Jupyter's own images
 
 
 class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ignore[misc] # untyped
-    """Starts servers in containers, with a separate uid for each user. The hub must run as root, and the images must have this package."""
+    """Runs servers in containers, with a separate uid for each user. The hub must run as root, and the images must include this package."""
 
     extra_create_kwargs: Any
     extra_host_config: Any
@@ -61,12 +61,12 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         return self.gpu_first_uid + int(self.user.id), _USERS
 
     def gpu_seat_path(self, file: Path) -> str:
-        """Return the path of the seat file in the container."""
+        """Return the path of the seat file inside the container."""
         del file
         return _SEAT
 
     async def gpu_prepare(self) -> None:
-        """Give the container its uid, the socket, the seat file and the GPUs. Raises the error that stops the spawn."""
+        """Set up the container's uid, socket, seat file and GPUs. Raises an HTTPError, which stops the spawn."""
         create, host = await self._evaluated(self.extra_create_kwargs), await self._evaluated(self.extra_host_config)
         uid, gid = self.gpu_user_ids()
         user = str(create.get("user", uid)).partition(":")[0]
@@ -97,7 +97,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
             self.port = random_port()  # all containers share the machine's ports, as the administrator has chosen
 
     def _shares_network(self) -> bool:
-        """Return whether the containers use the machine's network. Call this after the settings have been evaluated."""
+        """Return whether containers use the host's network. Call this only after the settings have been evaluated."""
         return bool(self.extra_host_config.get("network_mode", self.network_name) == "host")
 
     async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or a callable that returns one

@@ -1,9 +1,9 @@
-"""Fractions of a GPU for any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
+"""Adds fractional GPUs to any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
 
-- A server with a GPU takes a seat at the broker before its process starts, and gives the seat back when it ends for any reason.
-- A new seat expires unless it is confirmed. The hub confirms the seat when it is saved in its database, so a hub that dies earlier leaves
-  no seat.
-- The server gets the path of a private file that contains the seat's token, but never the token itself.
+- Before a server with a GPU starts, a seat is requested from the broker. The seat is given back when the server ends, for whatever reason.
+- A new seat expires unless it is confirmed. The hub confirms a seat once the seat is saved in its database, so a hub that dies before then
+  leaves no seat behind.
+- The server is given the path of a private file that contains the seat's token, never the token itself.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _TTL_MS = 600_000  # the time after the start in which the hub must save its sta
 
 
 class FractionalGPUMixin(GPUChoiceMixin):
-    """Adds a choice of GPU, a seat and the seat file to a spawner. Put this class before the spawner's class."""
+    """A mixin that adds a GPU choice, a seat and a seat file to a spawner. List it before the spawner's class."""
 
     gpu_socket: Unicode[str, str | bytes] = Unicode(
         config=True,
@@ -97,7 +97,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return int(self.gpu_wait) + _SERVER_START_S
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return the uid and gid of the server's processes, or None if these are the same as the hub's."""
+        """Return the uid and gid of the server's processes, or None if they are the same as the hub's."""
         return None
 
     def gpu_seat_path(self, file: Path) -> str:
@@ -108,7 +108,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return self.gpu_socket
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the only uid that may use the seat, or None if any process that has the seat's token may use it."""
+        """Return the only uid that may use the seat, or None if any process with the seat's token may use it."""
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 
@@ -129,7 +129,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name, hub=self._gpu_hub())
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Take a seat. After a failure or a cancellation, the hub's clean-up gives the seat back."""
+        """Request a seat and wait for it. If this fails or is cancelled, the hub's cleanup gives the seat back."""
         request = await self._gpu_request(choice)
         wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
         self._gpu_progress.add(5, f"Asking for {wanted}")
@@ -215,7 +215,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             ) from error
 
     async def poll(self) -> int | None:
-        """Poll the server, and confirm its seat after the hub has saved it. After a failure, a later poll tries again."""
+        """Poll the server, and confirm its seat once the hub has saved it. If confirming fails, a later poll tries again."""
         status: int | None = await super().poll()
         if status is None and self._gpu_seat is not None and not self._gpu_confirmed and self._gpu_is_saved():
             await self._gpu_confirm()
@@ -242,7 +242,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             self._gpu_confirmed = True
 
     async def run_post_stop_hook(self) -> None:
-        """Give the seat back. This is called when the server has ended for any reason."""
+        """Give the seat back. Called after the server has ended, for whatever reason."""
         over = [*self._gpu_over, *([self._gpu_seat] if self._gpu_seat is not None else [])]
         self._gpu_over, self._gpu_seat = [], None
         for seat in over:
@@ -265,7 +265,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the seat. The hub that saved it may have died before it could confirm the seat."""
+        """Restore the seat, as unconfirmed, because the hub that saved it may have died before confirming it."""
         super().load_state(state)
         seat = state.get(_STATE)
         if isinstance(seat, dict) and isinstance(seat.get("seat_id"), str) and isinstance(seat.get("file"), str):

@@ -1,8 +1,8 @@
-"""The choice of a GPU for a new server: the form on the spawn page, and the options that come from the form or the REST API.
+"""Handles the GPU choice for a new server: the form on the spawn page, and the options sent by the form or the REST API.
 
-`user_options` may have `pool`, `fraction` (such as 1/4, 0.25 or 250m, or `none` for a server without a GPU) and `memory` (such as 20GiB).
-Options that are missing get defaults, and unknown options belong to other code. Users can send anything, so all values are checked here.
-The form is plain HTML without a script. It sends one field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
+`user_options` may contain `pool`, `fraction` (such as 1/4, 0.25 or 250m, or `none` for a server without a GPU) and `memory` (such as
+20GiB). Missing options get defaults, and unknown options are left to other code. Users can send anything, so all values are checked here.
+The form is plain HTML without scripts. It sends one field, `gpu`, which contains `POOL/THOUSANDTHS` or `none`.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ WITHOUT = "none"
 
 
 class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
-    """A pool on the nodes of a cluster. `facts` is a text without a full stop, shown instead of the figures of a single machine."""
+    """A pool on a cluster's nodes. `facts` is text without a final full stop, shown instead of the figures for a single machine."""
 
     facts: str
 
 
 class OptionsError(ValueError):
-    """The options are invalid. The text says what was given, what is allowed and what to do."""
+    """Raised if the options are invalid. The message says what was given, what is allowed and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Options that have been checked. None stands for the default."""
+    """Validated options. None means the default."""
 
     without: bool = False
     pool: str | None = None
@@ -61,7 +61,7 @@ def parse_options(options: object) -> Choice:
 
 
 def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the user options from the field of the form, or from `opt-gpu` of a link. Raises OptionsError."""
+    """Return the user options from the form's field, or from `opt-gpu` in a link. Raises OptionsError."""
     chosen = form.get(FIELD)
     if not chosen:
         return {key: values[0] for key in KEYS if (values := form.get(key))}

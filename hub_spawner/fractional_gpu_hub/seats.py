@@ -1,11 +1,11 @@
-"""The hub's side of seats: calls to the broker, the seat files of servers, leftover seats, and how a spawn ends.
+"""Manages seats for the hub: calls to the broker, servers' seat files, leftover seats, and the outcomes of spawns.
 
-Calls run in threads and are retried while a managed broker restarts. A seat is taken under the name of the server, so that a retry after a
-broken connection gets the same seat.
+Calls run in threads and are retried while a managed broker restarts. A seat is requested under the server's name, so a retry after a broken
+connection gets the same seat.
 
 A seat is left over if the hub and the broker are killed together, if the hub's database is lost, or if the broker does not answer when a
-server ends. So each hub gives leftover seats back at startup and every minute (`Reconciler`). It gives back only seats that it has taken
-itself, which it recognises by the address of its API, and only if the server is not starting, stopping or running with that seat.
+server ends. Each hub therefore gives leftover seats back at startup and every minute (`Reconciler`). It only gives back its own seats,
+which it recognises by its API address, and only if the server is not starting, stopping or running with that seat.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _STATUS = {
 
 
 class _SpawnError(web.HTTPError):
-    """An HTTPError whose `str()` is only the message for the user, because JupyterHub 5 shows `str()` on the spawn page."""
+    """An HTTPError whose `str()` is just the message for the user, because JupyterHub 5 shows `str()` on the spawn page."""
 
     def __str__(self) -> str:
         return str(getattr(self, "jupyterhub_message", super().__str__()))
@@ -74,7 +74,7 @@ def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
 
 
 class ProgressLog:
-    """The progress events of successive starts. Viewers may join at any time, and see a start from its beginning."""
+    """The progress events of successive starts. Viewers can join at any time and still see a start from the beginning."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ class ProgressLog:
         self._changed = asyncio.Event()  # a new event, because viewers would spin on an event that stays set
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield every event of the current start until the start ends. Cancellation affects only this viewer."""
+        """Yield every event of the current start until it ends. Cancellation only affects this viewer."""
         events, sent = self._events, 0
         while True:
             changed = self._changed
@@ -137,7 +137,7 @@ def spawn_ended(outcome: str, reason: str = "") -> None:
 
 
 def spawn_failed(error: BaseException) -> None:
-    """Count a failed spawn: as `refused` with the reason of an HTTPError, or as `failed` with the class of any other error."""
+    """Count a failed spawn, as `refused` with the reason for an HTTPError, or as `failed` with the class name for any other error."""
     if isinstance(error, web.HTTPError):
         spawn_ended("refused", str(getattr(error, "reason", "") or "unknown"))
     else:
@@ -159,9 +159,9 @@ _running: dict[str, "Reconciler"] = {}
 
 
 def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
-    """Create the folder of the seat files. If `shared` is set, users with separate uids must be able to reach their files in the folder.
+    """Create the folder for seat files. If `shared` is set, users with separate uids must be able to reach their own files in it.
 
-    An existing folder keeps its mode. Raises OSError, or the error that stops the spawn if users cannot access the folder.
+    An existing folder keeps its mode. Raises OSError, or an HTTPError to stop the spawn if users cannot access the folder.
     """
     try:
         folder.mkdir(mode=0o700, parents=True)
@@ -178,7 +178,7 @@ def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
 
 
 class Reconciler:
-    """Gives the leftover seats of one hub back to one broker. This runs on the hub's event loop."""
+    """Gives one hub's leftover seats back to one broker. Runs on the hub's event loop."""
 
     def __init__(self, app: Any, socket: str) -> None:  # noqa: ANN401 - JupyterHub is untyped
         self._app = app
@@ -237,7 +237,7 @@ def _has_seat(spawner: Any, seat: SeatStatus) -> bool:  # noqa: ANN401 - Jupyter
 
 
 def start_reconciling(socket: str) -> None:
-    """Give leftover seats back now, and again every minute. If this process is not a hub, do nothing."""
+    """Give leftover seats back now, and again every minute. Do nothing if this process is not a hub."""
     app = _running_hub()
     if getattr(app, "hub", None) is None:
         return
@@ -251,7 +251,7 @@ def start_with_hub(socket: str) -> None:
 
 
 def expect_service(name: str, call: str) -> None:
-    """Log an error if the service `name` is missing when the hub begins to serve. `call` is the function that added it."""
+    """Log an error if the service `name` is missing when the hub starts serving. `call` is the function call that added it, as text."""
 
     def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
         if not any(service.get("name") == name for service in app.services):

@@ -6,7 +6,7 @@ from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 
 class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Starts servers as users of the system, so that users cannot access each other's leases. The hub must run as root."""
+    """Starts servers as system users, so that users cannot access each other's leases. The hub must run as root."""
 
     def gpu_user_ids(self) -> tuple[int, int]:
         """Return the uid and gid of the system user."""
@@ -14,4 +14,4 @@ class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # typ
 
 
 class FractionalGPUSimpleSpawner(FractionalGPUMixin, SimpleLocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Starts all servers as the user of the hub, for trials. Users are protected from mistakes of others, but not from attacks."""
+    """Starts all servers as the hub's own user, for trials. Users are protected from each other's mistakes, but not from attacks."""

@@ -1,7 +1,7 @@
-"""Servers as systemd units, based on `jupyterhub-systemdspawner`.
+"""Runs servers as systemd units, based on `jupyterhub-systemdspawner`.
 
-A unit with a private temporary folder can still see `/run`, which has the broker's socket and the seat file. A unit with a dynamic user
-gets the seat file as a credential, because systemd chooses the uid only when the unit starts.
+A unit with a private temporary folder can still see `/run`, which contains the broker's socket and the seat file. A unit with a dynamic
+user gets the seat file as a credential, because systemd does not choose the uid until the unit starts.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ _CREDENTIAL = "gpu-seat"
 
 
 class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: ignore[misc] # untyped
-    """Starts each server in a separate unit with the uid of its user. The hub must run as root."""
+    """Starts each server in its own unit, under its user's uid. The hub must run as root."""
 
     unit_extra_properties: Any
 
@@ -26,22 +26,22 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return False  # PrivateDevices would hide the GPUs
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return the uid and gid of the unit's user. Return None for a dynamic user, who gets the seat file as a credential."""
+        """Return the uid and gid of the unit's user, or None for a dynamic user, who gets the seat file as a credential."""
         if self.dynamic_users:
             return None
         return ids_of_user(self._expand_user_vars(self.username_template))
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the only uid that may use the seat. A dynamic user has no uid yet, so return None: the token is then enough."""
+        """Return the only uid that may use the seat. Return None for a dynamic user, who has no uid yet and only needs the token."""
         ids = self.gpu_user_ids()
         return None if ids is None else ids[0]
 
     def gpu_seat_path(self, file: Path) -> str:
-        """Return the path of the seat file, or for a dynamic user the path of the credential."""
+        """Return the path of the seat file, or of the credential for a dynamic user."""
         return f"/run/credentials/{self.unit_name}.service/{_CREDENTIAL}" if self.dynamic_users else str(file)
 
     async def start(self) -> object:
-        """Take a seat and start the unit."""
+        """Request a seat, then start the unit."""
         if self.isolate_devices:
             raise spawn_error(
                 "c.SystemdSpawner.isolate_devices is True, which hides every GPU from the server; set it to False",

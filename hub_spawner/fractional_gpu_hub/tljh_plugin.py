@@ -1,9 +1,9 @@
-"""A plugin for The Littlest JupyterHub. It installs packages, the broker as a system service, and the kernels, and configures the hub.
+"""A plugin for The Littlest JupyterHub (TLJH). Installs packages, kernels, and the broker as a system service, and configures the hub.
 
-TLJH finds the plugin through the entry point `tljh`. The section `fractional_gpu` in TLJH's config.yaml has the arguments of `configure`.
+TLJH finds the plugin through the entry point `tljh`. The `fractional_gpu` section of TLJH's config.yaml contains `configure`'s arguments.
 
-TLJH's hub runs in a unit without devices (`PrivateDevices`), so it cannot manage the broker, which gets a separate unit. Servers run as
-system users, which TLJH creates at their first start. Our spawner creates them earlier, because a seat belongs to a uid.
+TLJH's hub runs in a unit without access to devices (`PrivateDevices`), so it cannot manage the broker, which gets its own unit. Servers run
+as system users, which TLJH creates when their servers first start. Our spawner creates them earlier, because a seat is tied to a uid.
 """
 
 import subprocess
@@ -55,7 +55,7 @@ def tljh_custom_jupyterhub_config(c: Config) -> None:
 def tljh_post_install() -> None:
     """Write the broker's configuration and unit, start the broker, and install the kernels for the users.
 
-    Raises ConfigError if the section is invalid, and CalledProcessError if systemd or the installation of the kernels fails.
+    Raises ConfigError if the section is invalid, and CalledProcessError if systemd or installing the kernels fails.
     """
     from tljh.config import USER_ENV_PREFIX  # noqa: PLC0415 - only TLJH has this module
 

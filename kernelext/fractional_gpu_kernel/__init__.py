@@ -2,9 +2,9 @@
 
 `python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel with the extension. These rules apply:
 
-- Loading takes milliseconds, because a thread imports the rest later. An open gate delays a cell by microseconds.
-- A kernel on the GPU works without a broker. A kernel that needs the GPU starts a broker if there is none.
-- A forked child inherits the kernel's memory but not its lease, so its gate has no effect.
+- Loading takes milliseconds, because most of the code is imported later, in a thread. An open gate delays a cell by mere microseconds.
+- A kernel that is on the GPU keeps working without a broker. A kernel that needs the GPU starts a broker if none is running.
+- A forked child inherits the kernel's memory but not its lease, so the gate has no effect there.
 """
 
 import os

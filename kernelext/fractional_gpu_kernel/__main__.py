@@ -1,7 +1,7 @@
-"""`python -m fractional_gpu_kernel MODULE ...` loads our extension and then runs ipykernel's MODULE like `python -m MODULE ...`.
+"""`python -m fractional_gpu_kernel MODULE ...` loads our extension, then runs ipykernel's MODULE as `python -m MODULE ...` would.
 
-It sets no traits, because a list of extensions on the command line would replace the user's or the site's list. MODULE sees its usual
-`sys.path`, `sys.argv` and `__main__`.
+It does not set any traits, because a list of extensions on the command line would replace the user's or the site's list. MODULE sees its
+usual `sys.path`, `sys.argv` and `__main__`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The extension for a kernel with a lease. It creates its parts, connects them, and installs them in the shell."""
+"""The extension for a kernel with a lease. Creates the extension's parts, connects them, and installs them in the shell."""
 
 import os
 from collections.abc import Mapping
@@ -62,12 +62,12 @@ class LeasedKernel:
         self.inputs.become_inert()
 
     def take_size(self, environment: Mapping[str, str]) -> None:
-        """Apply a new size. Frameworks that are imported later read the environment; the main loop limits those already imported."""
+        """Apply a new size. Frameworks imported later read it from the environment; those already imported are limited on the main loop."""
         self.gate.bind(environment)
         self.on_main_loop(self._apply_limit)
 
     def _apply_limit(self) -> None:
-        """Limit the loaded frameworks, but do not lower their limit while a cell is running or paused at an `await`."""
+        """Limit frameworks that are already loaded, but do not lower their limit while a cell is running or paused at an `await`."""
         if self.limits.is_stale and not (self.limits.is_lowered and self.gate.is_running):
             self.limits.refresh()
 
@@ -75,11 +75,11 @@ class LeasedKernel:
         return self.gate.is_busy or self.gate.is_exempt or bool(self.inputs.waiting)
 
     def has_gui_loop(self) -> bool:
-        """Return whether the main thread runs a GUI event loop (`%gui`) between cells. This delays callbacks on the main loop."""
+        """Return whether the main thread runs a GUI event loop (`%gui`) between cells, which delays callbacks on the main loop."""
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Run the callback on the main loop. Return False if no main loop runs, as in a terminal or an older ipykernel's GUI loop."""
+        """Run the callback on the main loop. Return False if no main loop is running, as in a terminal or an older ipykernel's GUI loop."""
         kernel: Any = getattr(self.shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
         shell_channel: Any = getattr(kernel, "shell_channel_thread", None)

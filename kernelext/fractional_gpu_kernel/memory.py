@@ -1,17 +1,17 @@
-"""Limits the allocators of frameworks, measures and empties them, and detects what prevents a checkpoint.
+"""Limits, measures and empties frameworks' allocators, and detects anything that prevents a checkpoint.
 
-The cap of a lease includes the CUDA context. A framework limits only its allocator, so its limit is the cap minus the context. The broker
-sends the measured size of the context with each grant. The broker notices allocations beyond these limits.
+A lease's cap includes the CUDA context, but a framework only limits its own allocator, so its limit is the cap minus the context. The
+broker sends the context's measured size with each grant, and notices allocations beyond these limits.
 
-- JAX and CuPy read environment variables. These are set when the extension is loaded and at each grant, unless the user has set them. JAX
-  accepts only one of its two variables. It reads its limit only once, so a change requires a kernel restart.
-- TensorFlow gets only the variable that lets its memory grow as needed. A limit would prevent `set_memory_growth`, which many notebooks
-  call.
-- torch's `set_per_process_memory_fraction` would initialise CUDA, so the call is queued until torch initialises it. Child processes get a
-  variable if the installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size, and get the limit.
-- In older releases of torch, that call creates a context on the device and may make it the current device. So the current device is limited
-  first. Other devices are limited after their first allocation, or immediately if the first limit created no context.
-- If torch and CuPy are already loaded, they get a changed limit on the main loop while no cell is running, or before the next cell.
+- JAX and CuPy read environment variables, which are set when the extension is loaded and at each grant, unless the user has set them. JAX
+  accepts only one of its two variables, and reads its limit only once, so a change requires a kernel restart.
+- For TensorFlow, only the variable that lets its memory grow as needed is set. A limit would rule out `set_memory_growth`, which many
+  notebooks call.
+- torch's `set_per_process_memory_fraction` would initialise CUDA, so the call is queued until torch does so. Child processes get the limit
+  in a variable, if the installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size and get the limit.
+- In older releases of torch, that call creates a context on the device and may make that device the current one, so the current device is
+  limited first. Other devices are limited after their first allocation, or immediately if the first limit created no context.
+- Once torch or CuPy is loaded, a changed limit is applied on the main loop while no cell is running, or before the next cell.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ _MARK = "__noted_by_jupyter_gpu__"  # marks wrapped functions; wrappers of other
 
 
 class ImportHooks:
-    """Calls functions after imports, as an entry of `sys.meta_path`. Use one per process, as two would unwrap each other's loaders."""
+    """An entry in `sys.meta_path` that calls functions after imports. Use one per process, as two would unwrap each other's loaders."""
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callback]] = {}
 
     def after(self, name: str, callback: Callback) -> None:
-        """Call `callback` in the importing thread after the module `name` is executed, or now if it is already loaded."""
+        """Call `callback` in the importing thread after the module `name` has been executed, or now if it is already loaded."""
         module = sys.modules.get(name)
         if module is not None and not is_half_imported(module):
             callback(module)
@@ -56,7 +56,7 @@ class ImportHooks:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the next finders have for a watched module, with a callback added."""
+        """Return the other finders' spec for a watched module, with the callbacks added. Return None for other modules."""
         if name not in self._callbacks:
             return None
         for finder in list(sys.meta_path):
@@ -82,7 +82,7 @@ class ImportHooks:
 
 
 class Call(NamedTuple):
-    """A function whose calls are reported. After an import of `package`, it is an attribute of each of the `modules`.
+    """A function whose calls are reported. Once `package` has been imported, it is an attribute of each module in `modules`.
 
     `function` may be `Class.method`. `applies` returns whether a call with these arguments counts; None means that every call counts.
     """
@@ -116,7 +116,7 @@ def note_calls(call: Call, report: Callable[[str], None]) -> None:
 
 
 def mapped_files() -> set[str]:
-    """Return the names of the files that this process has mapped. Return an empty set if /proc cannot be read."""
+    """Return the names of the files this process has mapped, or an empty set if /proc cannot be read."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         return {line.rpartition("/")[2] for line in lines}
@@ -189,7 +189,7 @@ class TorchLimits:
 
 
 class MemoryLimits:
-    """The limits of this process. This class is not thread-safe; the gate calls `bind` under its lock."""
+    """This process's memory limits. This class is not thread-safe; the gate calls `bind` under its own lock."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ, hooks: ImportHooks | None = None) -> None:
         self._environment = environment
@@ -210,7 +210,7 @@ class MemoryLimits:
         self.hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Set the variables of a grant, except those that an environment cannot contain, and update the variables for frameworks."""
+        """Set a grant's variables, except any that an environment cannot contain, and update the variables that frameworks read."""
         for name, value in environment.items():
             if name and "=" not in name and "\0" not in name + value:
                 self._environment[name] = value
@@ -275,7 +275,7 @@ class MemoryLimits:
         return True
 
     def _report_share(self, torch: ModuleType, cuda: Any) -> None:  # noqa: ANN401 - as above
-        """Make torch's functions report free and total memory according to the allocator's limit, in bytes."""
+        """Make torch's functions report free and total memory, in bytes, as if the device were only as large as the allocator's limit."""
 
         def reporting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
             @functools.wraps(original)
@@ -330,7 +330,7 @@ class MemoryLimits:
                 self._environment.pop(name, None)
 
     def _with_torch_fraction(self, fraction: str) -> dict[str, str]:
-        """Return the user's settings for torch's allocator. Add the fraction, unless the user has set one."""
+        """Return the user's settings for torch's allocator, with the fraction added unless the user has set one."""
         before, self._torch_setting = self._torch_setting, f"{_TORCH_FRACTION}:{fraction}"
         settings = {
             name: [one for one in self._environment.get(name, "").split(",") if one not in ("", before)]
@@ -342,7 +342,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads this variable. Return False if the variables are for another process."""
+        """Return whether the installed package reads this variable, or False if the variables are for another process."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -358,7 +358,7 @@ def _positive(text: str | None) -> int | None:
 
 
 def reserved_mib() -> int | None:
-    """Return how many MiB the allocators of torch, CuPy and JAX hold, or None if unknown. Raises no CUDA errors."""
+    """Return how many MiB the allocators of torch, CuPy and JAX hold, or None if unknown. Never raises CUDA errors."""
     if any(name in sys.modules for name in _UNCOUNTED):
         return None
     try:
@@ -382,13 +382,13 @@ def _torch_bytes(cuda: Any, index: int) -> int:  # noqa: ANN401 - as above
 
 
 def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
-    """Return whether the process has, or could have, a context on the device."""
+    """Return whether the process has, or might have, a context on the device."""
     has_context = getattr(getattr(torch, "_C", None), "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(index))
 
 
 def _cupy_reserved() -> int | None:
-    """Return the bytes in CuPy's pool on the current device. Return None if it is empty, because CuPy may then not use CUDA at all."""
+    """Return the bytes in CuPy's pool on the current device, or None if it is empty, because CuPy may not be using CUDA at all."""
     cupy = sys.modules.get("cupy")
     if cupy is None or is_half_imported(cupy):
         return None
@@ -412,13 +412,13 @@ _HOLDERS = frozenset([
     "torch", "cupy", "jax", "tensorflow", "numba.cuda", "paddle", "mxnet", "warp", "taichi", "pycuda.driver", "cuda.core", "rmm",
     "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "fractional_gpu.gpu.simulated.cuda",
 ])  # fmt: skip
-"""Packages whose objects own device memory. If a package is missing here, a suspend copies more bytes, but no state is lost."""
+"""Packages whose objects own device memory. If a package is missing from this list, a suspend copies more bytes, but no state is lost."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
 
 def free_caches() -> str:
-    """Collect garbage and empty the caching allocators. Return a sentence about the result for the broker's log. Raises no CUDA errors."""
+    """Collect garbage and empty the caching allocators. Return a short summary for the broker's log. Never raises CUDA errors."""
     done = []
     if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()
@@ -443,9 +443,9 @@ def free_caches() -> str:
 def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limit_s: float = TIME_LIMIT_S) -> None:
     """Run `free_caches` on the main loop, and call `answer(word, detail)` once, from any thread. Never blocks.
 
-    The word is "done", "managed" if the process cannot be saved, or "busy" if the main loop was not free in time. While a cell waits for
-    input, nothing is freed and the suspend can continue. The same applies if the callback is late in a kernel with a GUI event loop, which
-    may show a dialog while the kernel is idle.
+    The word is "done", "managed" if the process cannot be saved, or "busy" if a cell is running or the main loop was not free in time.
+    While a cell is waiting for input, nothing is freed and the suspend can go ahead. The same applies if the callback is late in a kernel
+    with a GUI event loop, which may be showing a dialog while the kernel is idle.
     """
 
     def leave(why: str) -> None:
@@ -509,7 +509,7 @@ def _cannot_save(what: str) -> str:
 
 
 def _sets_managed_resource(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` gets a managed resource."""
+    """Return whether rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` is given a managed resource."""
     return _is_managed(kwargs.get("mr", args[-1] if args else None))
 
 
@@ -519,7 +519,7 @@ def _reinitializes_managed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether torch's `MemPool.__init__(self, allocator=None, ...)` gets an unknown allocator."""
+    """Return whether torch's `MemPool.__init__(self, allocator=None, ...)` is given an unknown allocator."""
     given = kwargs.get("allocator", args[1] if len(args) > 1 else None) is not None
     return given and sys.modules.keys().isdisjoint(_SAVEABLE_ALLOCATORS)
 
@@ -592,7 +592,7 @@ PROFILERS = (
 
 
 class CheckpointBlockers:
-    """Watches this process for calls that prevent a checkpoint. At the first one, a sentence is reported in the thread of that call."""
+    """Watches this process for calls that prevent a checkpoint. The first one is reported as a sentence, in the thread that made it."""
 
     def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
         self._report = report
@@ -623,7 +623,7 @@ class CheckpointBlockers:
 
 
 def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - a memory resource of rmm
-    """Return whether a memory resource of rmm, or a resource upstream of it, allocates managed memory."""
+    """Return whether an rmm memory resource, or a resource upstream of it, allocates managed memory."""
     for _ in range(_MOST_RESOURCES):
         if "Managed" in type(resource).__name__:
             return True
@@ -643,7 +643,7 @@ def _torch() -> str:
 
 
 def _fbgemm() -> str:
-    """Return why the process cannot be saved if fbgemm_gpu's operators for managed memory were used, otherwise ""."""
+    """Return the reason the process cannot be saved if fbgemm_gpu's managed-memory operators have been used, otherwise ""."""
     torch = sys.modules.get("torch")
     if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
         return ""
@@ -660,7 +660,7 @@ def _unified() -> str:
 
 
 def injected() -> str:
-    """Return the reason why the process cannot be saved if a variable injected a profiler's library into it, or ""."""
+    """Return the reason the process cannot be saved if a variable injected a profiler's library into it, or ""."""
     for variable in _INJECTIONS:
         path = os.environ.get(variable)
         if path and (library := os.path.basename(os.path.realpath(path))) in mapped_files():  # noqa: PTH119 - cheap to import

@@ -1,7 +1,7 @@
 """Registers the extension's parts in an IPython shell, and removes them again.
 
-`undo` restores the functions that we replaced, and keeps those that users and other extensions have registered. If they have replaced our
-function, nothing changes. If they have wrapped it, the wrapper stays, and our function must pass calls through.
+`undo` restores the functions we replaced, and keeps those registered by users and other extensions. If they have replaced our function, it
+does nothing. If they have wrapped it, the wrapper stays, so our function must then pass calls through.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -35,14 +35,14 @@ class Registrations:
         self._undo.append(lambda: items.remove(item) if item in items else None)
 
     def method(self, owner: object, name: str, function: Callable[..., Any]) -> None:
-        """Set a method on this object. When it is removed, the method of the class is used again."""
+        """Set a method on this object. After it is removed, the class's own method is used again."""
         own = vars(owner)
         before = own.get(name, _MISSING)
         setattr(owner, name, function)
         self._undo.append(lambda: _put_back(own, name, function, before))
 
     def undo(self) -> None:
-        """Remove our parts that are still installed, in reverse order. This method is idempotent."""
+        """Remove those of our parts that are still installed, in reverse order. Calling this again does nothing."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,11 +1,11 @@
-"""The lease of this kernel, how the kernel reaches its broker, and what a failed call means.
+"""This kernel's lease, how to reach its broker, and what a failed call means.
 
 The environment is read only once, when the extension is loaded, so a cell cannot move the kernel to another broker by changing
-`os.environ`. Each connection reads the token from its file. If the file was deleted, the last token is used, and the file is restored for
-other programs, such as the next server.
+`os.environ`. Each connection reads the token from its file. If the file has been deleted, the token last read from it is used, and the file
+is restored for other programs, such as the next server.
 
-A cell can break its own process, for example by replacing functions of the standard library, using up all descriptors or changing the user.
-The resulting errors are `LOCAL_FAILURES`; restarting the broker or the kernel does not help.
+A cell can break its own process, for example by replacing standard library functions, using up all file descriptors or switching to another
+user. `LOCAL_FAILURES` lists the resulting errors; restarting the broker or the kernel does not help.
 """
 
 import os
@@ -40,7 +40,7 @@ class Settings(NamedTuple):  # defining a frozen dataclass would take half a mil
         return Settings(lease_id, socket_path, token_file)
 
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
-        """Return a client with the lease's token, without connecting it. If there is no token, the broker identifies the process."""
+        """Return an unconnected client with the lease's token. Without a token, the broker identifies the client by its process."""
         from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - would slow down the kernel's start
 
         return BrokerClient(self.socket_path, token=self._token(), timeout_s=timeout_s)
@@ -54,7 +54,7 @@ class Settings(NamedTuple):  # defining a frozen dataclass would take half a mil
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
     def restore_token_file(self) -> None:
-        """Restore the token file if it was deleted. Call this only while the lease exists, because the file is removed at its end."""
+        """Restore the token file if it was deleted. Call this only while the lease exists, because ending the lease removes the file."""
         token = _last_read.get(self.token_file)
         if token is None or os.path.lexists(self.token_file):
             return
@@ -96,7 +96,7 @@ _LOCAL_REASONS = frozenset({"no-descriptor", "no-access"})
 
 
 def is_local(error: Exception) -> bool:
-    """Return whether the call failed because of this process and not because of the broker."""
+    """Return whether this process, rather than the broker, caused the call to fail."""
     return getattr(error, "reason", None) in _LOCAL_REASONS or isinstance(error, LOCAL_FAILURES)
 
 

@@ -1,10 +1,10 @@
 """Jupyter kernels on fractions of a GPU.
 
-Kernels import this package, so importing it loads nothing else. The classes that configurations name are imported at their first use:
+Kernels import this package, so importing it loads nothing else. Classes named in configurations are imported on first use:
 
 - `fractional_gpu.FractionalGPUProvisioner`: starts kernels with a lease
-- `fractional_gpu.KeepingKernelManager`: a server's kernel manager whose kernels outlive the server
-- `fractional_gpu.SeatKernelSpecManager`: a server's kernelspec manager that shows what the server's seat allows
+- `fractional_gpu.KeepingKernelManager`: a server's kernel manager, with kernels that outlive the server
+- `fractional_gpu.SeatKernelSpecManager`: a server's kernelspec manager that shows only the kernels the server's seat allows
 """
 
 from typing import Any

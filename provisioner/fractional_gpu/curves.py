@@ -1,7 +1,6 @@
-"""Draws curves as one SVG picture.
+"""Draws curves as a single SVG image.
 
-The picture has small panels in rows and columns, with round ticks and with labels next to the points. It is readable on light and on dark
-pages.
+The image is a grid of small panels, with ticks at round numbers and labels next to the points. It is readable on light and dark pages.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ _KINDS = "abc"  # the classes of the style, one for each colour
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The points of one series, with their labels and positions. Several points are joined by a line."""
+    """The points of one series, with their labels and positions. Two or more points are joined by a line."""
 
     name: str
     points: Sequence[tuple[str, float, float]]
@@ -36,14 +35,14 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One small picture. All panels have the same series, at most three."""
+    """One of the small plots. Every panel has the same series, three at most."""
 
     title: str
     series: Sequence[Series]
 
 
 def curves(rows: Sequence[Sequence[Panel]], *, across: str, up: str, note: str = LOWER_LEFT) -> str:
-    """Return the picture. `across` and `up` name the axes of all panels. The sentence `note` is shown after the names of the axes."""
+    """Return the image as SVG. `across` and `up` name the axes of all panels. The sentence `note` is shown after the axis names."""
     width, height = max(len(row) for row in rows) * _FRAME.width, _HEAD + len(rows) * _FRAME.height
     parts = [
         element("title", f"{up} against {across}"),
@@ -69,7 +68,7 @@ def _dot(kind: str, x: float, y: float, *, large: bool) -> Svg:
 
 
 class _Labels:
-    """Finds places where labels do not cover one another. A label without a free place is left out."""
+    """Places labels so that they do not overlap. A label is left out if there is no room for it."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float, float, float]] = []

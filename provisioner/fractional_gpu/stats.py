@@ -1,9 +1,8 @@
-"""Medians, percentiles and the 95 % intervals of medians, without assumptions about distributions.
+"""Medians, percentiles and 95 % confidence intervals of medians, without assumptions about distributions.
 
-Run times of programs have long tails and drift with the machine's load, so this module uses
-medians, never means, with the interval of the sign test. For samples that scatter symmetrically, `centre_estimate` returns the narrower
-interval of Wilcoxon's signed-rank test (Hodges and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section
-3.3).
+Programs' run times have long tails and drift with the machine's load, so this module prefers medians to means, and gives their sign-test
+interval. For samples that scatter symmetrically, `centre_estimate` returns the narrower interval of Wilcoxon's signed-rank test (Hodges and
+Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
 """
 
 import math
@@ -36,7 +35,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` of the samples lie, interpolated between neighbours.
+    """Return the value below which `percent` % of the samples lie, interpolated between neighbours.
 
     Raises ValueError if there are no samples or if `percent` is out of range.
     """
@@ -87,9 +86,9 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     """Return the centre of samples that scatter symmetrically about it, with its interval.
 
     The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are two such
-    averages. Outliers widen this interval, but have little effect on the sign test's interval, so the function returns the narrower of the
-    two. With the interval of the sign test, it returns the median as the value. The samples must be independent and symmetrically
-    distributed, like differences of two similar quantities. Raises ValueError if there are no samples.
+    averages. Outliers widen this interval but have little effect on the sign test's interval, so the function returns whichever is
+    narrower. With the sign test's interval, the value is the median. The samples must be independent and symmetrically distributed, like
+    differences between two similar quantities. Raises ValueError if there are no samples.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))

@@ -1,4 +1,4 @@
-"""Elements of SVG pictures, and the axes of charts.
+"""SVG elements and chart axes.
 
 The functions escape all text they are given. Kernels import this module, so it uses only the standard library.
 """
@@ -21,7 +21,7 @@ class Svg(str):
 def element(name: str, *inside: str, **attributes: str | float) -> Svg:
     """Return an SVG element.
 
-    In attribute names, `class_` stands for `class` and `text_anchor` for `text-anchor`. Floats get one decimal.
+    In attribute names, `class_` stands for `class` and `text_anchor` for `text-anchor`. Floats are written with one decimal.
     """
     written = ""
     for key, value in attributes.items():
@@ -44,7 +44,7 @@ def ticks(low: float, high: float, intervals: int = 4, *, least_step: float = 0)
 
 
 def count_axis(most: float) -> tuple[list[tuple[float, str]], float]:
-    """Return marks at round whole numbers from 0, and the last of these numbers. A mark is (share of the axis, label)."""
+    """Return tick marks at round whole numbers from 0, and the last of these numbers. A mark is (fraction of the axis, label)."""
     at = ticks(0, most, least_step=1)
     return [(one / at[-1], f"{one:,.0f}") for one in at], at[-1]
 
@@ -52,7 +52,7 @@ def count_axis(most: float) -> tuple[list[tuple[float, str]], float]:
 class Frame(NamedTuple):
     """The size of a chart and its margins.
 
-    Positions in the chart are shares of its width and height, starting at the lower left corner.
+    Positions in the chart are fractions of its width and height, measured from the lower left corner.
     """
 
     width: int
@@ -69,7 +69,7 @@ class Frame(NamedTuple):
         return self.height - self.bottom - share * (self.height - self.top - self.bottom)
 
     def marks_up(self, marks: Iterable[tuple[float, str]]) -> list[Svg]:
-        """Return lines across the chart, each with a label on its left."""
+        """Return grid lines across the chart, each with a label on its left."""
         parts = []
         for share, label in marks:
             y = self.y(share)
@@ -78,7 +78,7 @@ class Frame(NamedTuple):
         return parts
 
     def marks_across(self, marks: Iterable[tuple[float, str]]) -> list[Svg]:
-        """Return short lines below the chart, each with a label."""
+        """Return short tick marks below the chart, each with a label."""
         parts, y = [], self.y(0)
         for share, label in marks:
             x = self.x(share)

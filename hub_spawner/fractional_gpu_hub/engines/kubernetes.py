@@ -1,12 +1,12 @@
-"""Servers as Kubernetes pods, based on `jupyterhub-kubespawner`. The choice of a GPU becomes an extended resource.
+"""Runs servers as Kubernetes pods, based on `jupyterhub-kubespawner`. The chosen share is requested as an extended resource.
 
-- The pod requests `fractional-gpu.jupyter.org/POOL` in milli-GPU, and memory for the server and for saved GPU memory. The scheduler counts
-  the share, the agent on the node registers it as a seat, and the broker on the node chooses the device.
-- We complete the pod after `kubespawner` and its profiles, so neither a profile nor `extra_pod_config` can add a share or a privilege.
-- A pod with a share has no privileges: it has no root user, no added capabilities and no host namespaces. A setting that grants a privilege
-  stops the spawn.
-- The folder of the broker's socket is mounted read-only. No secret is mounted, because the broker identifies pods by their control groups.
-- The pods of each user run with a separate uid, so the broker can prevent users from accessing each other's leases.
+- The pod requests `fractional-gpu.jupyter.org/POOL` in milli-GPU, and memory for the server and for saved GPU memory. The scheduler
+  accounts for the share, the node's agent registers it as a seat, and the node's broker chooses the device.
+- The manifest is finalised after `kubespawner` and its profiles, so no profile or `extra_pod_config` can add a share or a privilege.
+- A pod with a share is unprivileged: it does not run as root, and has no added capabilities or host namespaces. Any setting that would
+  grant a privilege stops the spawn.
+- The broker's socket folder is mounted read-only. No secret is mounted, because the broker identifies pods by their control groups.
+- Each user's pods run under a separate uid, so the broker can prevent users from accessing each other's leases.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _MIB: Final = 2**20
 
 
 class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[misc] # untyped
-    """Starts servers as pods with shares of the GPUs on the nodes. `docs/kubernetes.md` describes what the cluster needs."""
+    """Runs servers as pods with shares of the nodes' GPUs. `docs/kubernetes.md` describes what the cluster needs."""
 
     api: Any
     namespace: str
@@ -101,7 +101,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return False
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents have published them. Raises EngineError."""
+        """Return the pools of all nodes, as published by the nodes' agents. Raises EngineError."""
         selector = self.gpu_node_selector
         reader = self._gpu_readers.setdefault(selector, NodeReader(lambda: self._gpu_list(selector)))
         nodes = await reader.read(self.gpu_nodes_cache)
@@ -116,13 +116,13 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return nodes
 
     async def get_options_form(self) -> str:
-        """Return the form with the profiles. Unless `gpu_in_profiles` is set, it also has the choice of a GPU."""
+        """Return the form with the profiles, including the GPU choice unless `gpu_in_profiles` is set."""
         if self.gpu_in_profiles:
             return str(await KubeSpawner.get_options_form(self) or "")
         return await super().get_options_form()
 
     def gpu_choice(self, options: object) -> Choice:
-        """Return the choice of the user, or of the profile if `gpu_in_profiles` is set. Raises the error that stops the spawn."""
+        """Return the user's choice, or the profile's if `gpu_in_profiles` is set. Raises an HTTPError, which stops the spawn."""
         if not self.gpu_in_profiles:
             return super().gpu_choice(options)
         return super().gpu_choice(options_of_form({"gpu": [str(self.gpu_profile)]}))
@@ -135,7 +135,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return await super().start()
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield the pod's events while it starts. If the scheduler refuses a share, explain this in plain words."""
+        """Yield the pod's events while it starts. If no node can currently provide the share, the event says so in plain words."""
         async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
             async for event in events:
                 message = str(event.get("message", ""))
@@ -147,7 +147,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
                 yield message
 
     async def get_pod_manifest(self) -> Any:  # noqa: ANN401 - as in kubespawner
-        """Return the manifest of the pod with the chosen share. Raises the error that stops the spawn if the pod would have privileges."""
+        """Return the pod's manifest with the chosen share. Raises an HTTPError to stop the spawn if the pod would be privileged."""
         pod = await super().get_pod_manifest()
         refuse_other_shares(pod)
         if self.gpu_allocation is None:
@@ -184,7 +184,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
 
 
 def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
-    """Raise the error that stops the spawn if the settings request shares, because only the choice of a GPU may do so."""
+    """Raise an HTTPError to stop the spawn if the settings request shares, because only the GPU choice may do that."""
     for container in (*(pod.spec.init_containers or ()), *pod.spec.containers):
         resources = _field(container, "resources")
         for amounts in (_field(resources, "limits"), _field(resources, "requests")):
@@ -225,7 +225,7 @@ def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noq
 
 
 def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
-    """Apply Kubernetes' `restricted` standard, except for the host path, so that the server has no privileges."""
+    """Apply Kubernetes' `restricted` pod security standard, apart from the host path, so that the server is unprivileged."""
     context = dict(pod.spec.containers[0].security_context or {})  # a mapping, from kubespawner's configuration
     context["allowPrivilegeEscalation"] = False
     context["runAsNonRoot"] = True
@@ -239,7 +239,7 @@ def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
 
 
 def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
-    """Return a privilege that the pod has, as a field and its value, or ""."""
+    """Return the first privilege found in the pod, as a field and its value, or "" if it has none."""
     for field, name in (("host_pid", "hostPID"), ("host_network", "hostNetwork"), ("host_ipc", "hostIPC")):
         if _field(pod.spec, field, name):
             return f"{name}: true"
@@ -260,7 +260,7 @@ def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
 
 
 def _is_of_the_node(path: str) -> bool:
-    """Return whether a host path gives access to the node's root folder, /proc, the broker's state or the socket of a container runtime."""
+    """Return whether a host path gives access to the node's root folder, /proc, the broker's state or a container runtime's socket."""
     whole = PurePosixPath("/", path)
     places = ("/proc", "/sys", "/run", "/var/run", "/var/lib/jupyter-gpu", "/var/lib/kubelet", "/etc")
     # Check both directions, because /proc/1 is in /proc, and / contains /proc.
@@ -268,7 +268,7 @@ def _is_of_the_node(path: str) -> bool:
 
 
 def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping from a configuration
-    """Return the value of the first field in `names` that `found` has. `found` is a model of the Kubernetes client, or a mapping."""
+    """Return the value of the first field in `names` that `found` has. `found` is a Kubernetes client model or a mapping."""
     for name in names:
         value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
         if value is not None:

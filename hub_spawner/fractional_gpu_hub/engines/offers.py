@@ -1,9 +1,9 @@
-"""The offers of a cluster to a user, based on the summaries that the agents on the nodes publish.
+"""Works out what a cluster can offer a user, based on the summaries published by the nodes' agents.
 
-- A share is free on a node if the agent reports that it is admissible, the engine may start jobs there, and the summary is recent.
-- A summary that is older than `stale_after_s` is still shown, with its age, but nothing on the node counts as free.
-- The wait for a pool is the shortest forecast among its nodes that are up, because the engine uses the first node that admits the job.
-- The default share is the smallest share that is free, or the smallest of all shares if none is free.
+- A share counts as free on a node if the agent reports it as admissible, the engine can start jobs there, and the summary is recent.
+- A summary older than `stale_after_s` is still shown, with its age, but nothing on the node counts as free.
+- A pool's wait is the shortest forecast among its nodes that are up, because the engine uses the first node that admits the job.
+- The default share is the smallest free share, or the smallest share overall if none is free.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node. `state` is the engine's word for its state. `problem` says why the summary is unreadable or why the node accepts no jobs."""
+    """A node, with its `state` in the engine's terms. `problem` says why its summary is unreadable or why it accepts no jobs."""
 
     name: str
     state: str
@@ -48,7 +48,7 @@ Node = TypeVar("Node", bound=ClusterNode)
 
 
 class NodeReader(Generic[Node]):
-    """Reads the nodes for all callers. Concurrent callers share one reading, and later callers reuse it for a while."""
+    """Reads the nodes for all callers. Concurrent callers share one read, and later callers reuse the result for a while."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, list[Node]]]) -> None:
         self._ask = ask
@@ -57,7 +57,7 @@ class NodeReader(Generic[Node]):
         self._task: asyncio.Task[list[Node]] | None = None
 
     async def read(self, max_age_s: float) -> list[Node]:
-        """Return nodes that were read at most `max_age_s` ago. Raises EngineError. Cancellation does not affect other callers."""
+        """Return nodes that were read at most `max_age_s` seconds ago. Raises EngineError. Cancellation does not affect other callers."""
         if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
             return self.last
         # A task from another event loop cannot be awaited here. The task is shielded, so that the cancellation of one caller does not end
@@ -75,7 +75,7 @@ class NodeReader(Generic[Node]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The current time (`now_s`, in seconds since the epoch) and the age at which a summary is stale (`stale_after_s`)."""
+    """The current time (`now_s`, in seconds since the epoch) and the age above which a summary is stale (`stale_after_s`, in seconds)."""
 
     now_s: float
     stale_after_s: float
@@ -89,9 +89,9 @@ class Terms:
 
 
 def pools_of_text(node: str, text: str | None, why_not: str) -> tuple[list[NodePool], str]:
-    """Return the pools that a node has published, and a sentence about a problem on that node, or "".
+    """Return the pools a node has published, and a sentence about any problem on that node, or "".
 
-    `why_not` says in a word or two why the engine starts no jobs there, or is "".
+    `why_not` gives the reason the engine is not starting jobs there, in a word or two, or is "" if it can start them.
     """
     if text is None:
         return [], NO_AGENT
@@ -213,9 +213,9 @@ def _default(offers: Sequence[ClusterPoolOffer]) -> tuple[str, int]:
 
 
 def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mib: int) -> int:
-    """Return how many MiB of host memory to request: `base_mib` plus all GPU memory that the share may have to save.
+    """Return how many MiB of host memory to request: `base_mib` plus all the GPU memory that the share may have to save.
 
-    The memory limit of a job includes the saved memory of its kernels. Since the engine chooses the node, use the largest cap of all nodes.
+    A job's memory limit includes its kernels' saved memory. The engine has yet to choose the node, so the largest cap on any node is used.
     """
     return base_mib + max((node.memory_mib(milli) for node in nodes if node.name == pool), default=0)
 

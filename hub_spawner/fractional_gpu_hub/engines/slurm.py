@@ -1,14 +1,14 @@
-"""Servers as Slurm jobs, based on `batchspawner`. The choice of a GPU becomes a request of the job.
+"""Runs servers as Slurm jobs, based on `batchspawner`. The chosen GPU share becomes part of the job's request.
 
 - The request consists of `--gres=COUNT:N` (in milli-GPU or shards), `--mem` (for the server and saved GPU memory) and `--partition`. Slurm
   chooses the node, and the broker on the node chooses the device.
-- Values from users and from the hub's database become arguments of `sbatch` or variables, but never shell text. The batch script quotes
-  them. The template of the script cannot use user options.
-- The name of a job is `jupyter-` and a hash of the hub, the user and the server. If the number of a job was never saved, the job is found
-  by this name, and cancelled when the server is stopped or before its next start.
-- A server has ended only if Slurm reports that its job has ended. A failure of the controller, of authentication or of `sudo` proves
-  nothing.
-- With the token of a server, a request can only set the server's port. `batchspawner` would let it set any attribute, including commands.
+- Values from users and from the hub's database are passed as `sbatch` arguments or as variables, never as shell text. The batch script
+  quotes them. The script's template cannot use user options.
+- A job's name is `jupyter-` followed by a hash of the hub, the user and the server. If a job's number was never saved, the job is found by
+  this name and cancelled, either when the server is stopped or before it next starts.
+- A server is considered to have ended only if Slurm reports that its job has ended. If the controller, authentication or `sudo` fails, the
+  job may still be running.
+- A request with a server's token can only set that server's port. `batchspawner` itself would let it set any attribute, including commands.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ exit $status
 
 
 class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[misc] # untyped
-    """Starts servers as Slurm jobs with shares of the GPUs on the nodes. `docs/clusters.md` describes what the nodes need."""
+    """Runs servers as Slurm jobs with shares of the nodes' GPUs. `docs/clusters.md` describes what the nodes need."""
 
     log: logging.Logger
     db: Any
@@ -162,7 +162,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return value
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes that are in the pools' partitions, as their agents have published them. Raises EngineError."""
+        """Return the pools of all nodes in the pools' partitions, as published by the nodes' agents. Raises EngineError."""
         nodes = await NODES.read(self.gpu_nodes_cache)
         return [pool for node in nodes for pool in node.pools if self._gpu_is_in_partition(node, pool.name)]
 
@@ -180,7 +180,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return next(counts, "jgpu:open")
 
     def gpu_request(self, allocation: Allocation | None) -> list[str]:
-        """Return the `sbatch` options for a server with this share, or for a server without a share."""
+        """Return the `sbatch` options for a server with this share, or without a share if `allocation` is None."""
         if allocation is None:
             words = [f"--mem={parse_memory_mib(self.gpu_base_memory)}M"]
             return [*words, *([f"--partition={self.req_partition}"] if self.req_partition else [])]
@@ -207,13 +207,13 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
 
     @property
     def gpu_job_name(self) -> str:
-        """The name for the jobs of this server."""
+        """The name of this server's jobs."""
         return (
             JOB_PREFIX + hashlib.sha256(f"{self._gpu_hub()}\0{self.user.name}\0{self.name}".encode()).hexdigest()[:20]
         )
 
     def gpu_sbatch(self, environment: Mapping[str, str]) -> list[str]:
-        """Return the `sbatch` command that submits the job. Raises the error that stops the spawn."""
+        """Return the `sbatch` command that submits the job. Raises an HTTPError, which stops the spawn."""
         home = self.req_homedir
         if not home.startswith("/") or not home.isprintable():
             raise spawn_error(
@@ -233,11 +233,11 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return [*words, *shlex.split(self.req_options), *self.gpu_request(self.gpu_allocation)]
 
     def cmd_formatted_for_batch(self) -> str:
-        """Return the server's command for the script. Each word is quoted."""
+        """Return the server's command for use in the script, with each word quoted."""
         return shlex.join([*shlex.split(self.batchspawner_singleuser_cmd), *self.cmd, *self.get_args()])
 
     def gpu_script(self) -> str:
-        """Return the batch script of the job."""
+        """Return the job's batch script."""
         ours = {"req_username", "req_homedir", "req_keepvars"}
         settings = [name for name in self.trait_names() if name.startswith("req_") and name not in ours]
         variables = {
@@ -250,9 +250,9 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return str(format_template(self.batch_script, **variables))
 
     async def submit_batch_script(self) -> str:
-        """Submit the job and save its number at once. Raises the error that stops the spawn.
+        """Submit the job and save its number at once. Raises an HTTPError, which stops the spawn.
 
-        If this is cancelled, the job might have been submitted. A stop or the next start then finds it by its name.
+        If this call is cancelled, the job may have been submitted anyway. A later stop or start then finds it by its name.
         """
         environment = {name: str(value) for name, value in self.get_env().items()}
         words = [*self._gpu_prefix(), *self.gpu_sbatch(environment)]
@@ -303,14 +303,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
 
     async def _gpu_until_ended(self) -> None:
-        """Wait until a started job ends, because batchspawner waits for the server's port without asking Slurm."""
+        """Wait for the job to end once it has started. batchspawner itself only waits for the server's port and does not ask Slurm."""
         while True:
             await asyncio.sleep(self.startup_poll_interval)
             if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
                 return
 
     async def query_job_status(self) -> JobStatus:
-        """Query the state of the job. A server counts as ended only if Slurm says so; after any failure the state is `UNKNOWN`."""
+        """Return the job's status. It only counts as ended if Slurm says so. If Slurm cannot be queried, the status is `UNKNOWN`."""
         try:
             if not self.job_id:
                 return await self._gpu_query_by_name()
@@ -340,13 +340,13 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return a node's address in Slurm. The address can differ from the node's name. Raises EngineError."""
+        """Return the node's address as known to Slurm. It can differ from the node's name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
         return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)
 
     def state_gethost(self) -> str:
-        """Return the address of the node on which the job runs."""
+        """Return the address of the node the job is running on."""
         return self._gpu_host
 
     def state_ispending(self) -> bool:
@@ -369,9 +369,9 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             _cancel_later(prefix, job_id, self.log)
 
     async def stop(self, now: bool = False) -> None:
-        """Cancel the job. Unless `now` is set, wait until Slurm reports that the job has ended, but at most for `gpu_stop_wait`.
+        """Cancel the job. Unless `now` is set, wait up to `gpu_stop_wait` seconds for Slurm to report that the job has ended.
 
-        Raises EngineError if Slurm refuses. The job is cancelled even if this call is cancelled.
+        Raises EngineError if Slurm refuses. The job still gets cancelled if this call is cancelled.
         """
         await self.cancel_batch_job()
         end_s = time.monotonic() + self.gpu_stop_wait
@@ -386,17 +386,17 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             await asyncio.sleep(_STOP_POLL_S)
 
     def clear_state(self) -> None:
-        """Clear the state, including what is known about the job."""
+        """Clear the state, including everything known about the job."""
         super().clear_state()
         self._gpu_begun, self._gpu_host = False, ""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that an earlier hub has saved."""
+        """Restore the state saved by an earlier hub."""
         super().load_state(state)
         self._gpu_begun = bool(self.job_id)
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield a sentence about why the job waits and when Slurm expects to start it, whenever this changes."""
+        """Yield a sentence saying why the job is waiting and when Slurm expects to start it, each time either changes."""
         said = ""
         while True:
             await self._gpu_news.wait()
@@ -414,7 +414,7 @@ _later: set["asyncio.Task[None]"] = set()
 
 
 def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> None:
-    """Cancel a job as soon as Slurm answers. If the hub ends first, the next start of the server cancels the job."""
+    """Cancel a job as soon as Slurm answers. If the hub exits first, the job is cancelled the next time the server starts."""
 
     async def cancel_it() -> None:
         pause_s, longest_s = _RETRY_S
@@ -437,7 +437,7 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
 class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
     @web.authenticated
     def post(self) -> None:
-        """Set the port of the server that the request's token belongs to. Raises HTTPError for any other request."""
+        """Set the port of the server to which the request's token belongs. Raises HTTPError for any other request."""
         token, data = self.get_auth_token(), self.get_json_body()
         port = data.get("port") if isinstance(data, dict) else None
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):
@@ -456,7 +456,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
 
 
 def _guard_route() -> None:
-    """Replace batchspawner's handler, because it would let a request set any attribute of the spawner."""
+    """Replace batchspawner's handler, which would let a request set any attribute of the spawner."""
     for index, (route, handler) in enumerate(default_handlers):
         if handler is BatchSpawnerAPIHandler:
             default_handlers[index] = (route, _PortHandler)

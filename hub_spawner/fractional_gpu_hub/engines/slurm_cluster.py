@@ -1,4 +1,4 @@
-"""The nodes of a Slurm cluster and the hub's jobs on them, for the cluster page."""
+"""Lists a Slurm cluster's nodes and the servers' jobs on them, for the cluster page."""
 
 import re
 import secrets
@@ -19,9 +19,9 @@ async def read() -> Cluster:
 
 
 def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
-    """Return the cluster with the servers of all hubs. `text` lists the jobs. Each job begins with `mark`, and its columns follow.
+    """Return the cluster, including the servers of all hubs. In `text`, each job starts with `mark`, followed by its columns.
 
-    The name of the job is the last column, because its user chose it. It may contain separators and line breaks, but not the mark, which is
+    The job's name comes last, because users choose it and it may contain separators and line breaks. It cannot contain the mark, which is
     random for each call.
     """
     counts = {pool.count for node in found for pool in node.pools if pool.count}

@@ -1,9 +1,9 @@
 """Runs Slurm's commands and parses their output about nodes, jobs and reasons.
 
-- Arguments are passed as a list, never as shell text. Columns with text from users, such as names of jobs and comments, are read only if
-  they come last.
-- If the controller does not answer, `EngineUnavailableError` is raised, and if it refuses a request, `EngineError`. A job counts as ended
-  only if Slurm says so.
+- Arguments are passed as a list, never as shell text. Columns containing user-supplied text, such as job names and comments, are only read
+  if they come last.
+- `EngineUnavailableError` is raised if the controller does not answer, and `EngineError` if it refuses a request. A job is considered to
+  have ended only if Slurm says so.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """A job in `squeue`. `start` is its start or expected start, or None if unknown. `reason` says why it is waiting or has ended."""
+    """A job in `squeue`. `start` is its actual or expected start, or None if unknown. `reason` says why it is waiting or has ended."""
 
     job_id: str
     state: str
@@ -55,7 +55,7 @@ class JobState:
 
     @property
     def runs(self) -> bool:
-        """Whether processes of the job could still be alive."""
+        """Whether any of the job's processes could still be alive."""
         return self.state in _RUNS
 
     @property
@@ -70,7 +70,7 @@ class SlurmNode(ClusterNode):
 
 
 def _why_not(state: str) -> str:
-    """Return a word that says why Slurm starts no jobs on a node, or "". A star after a state means that the node does not answer."""
+    """Return why Slurm is not starting jobs on a node, in a word or two, or "". A star after a state means the node is not responding."""
     if state.endswith("*"):
         return "not answering"
     flags = state.rstrip("~#!%$@^-").split("+")
@@ -79,7 +79,7 @@ def _why_not(state: str) -> str:
 
 
 async def run(*words: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its output. Raises EngineError. Cancellation kills the command."""
+    """Run a command and return its output. Raises EngineError. The command is killed if this call is cancelled."""
     if environment is None:  # use the hub's environment without the variables that change the output
         kept = [name for name in os.environ if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))]
         environment = {**{name: os.environ[name] for name in kept}, "LC_ALL": "C"}
@@ -109,7 +109,7 @@ async def run(*words: str, stdin: str | None = None, environment: Mapping[str, s
 
 
 def job_id_of(text: str) -> str:
-    """Return the job's number from the last line of `sbatch --parsable`. This line is `ID` or `ID;CLUSTER`. Raises EngineError."""
+    """Return the job's number from the last line printed by `sbatch --parsable`, which is `ID` or `ID;CLUSTER`. Raises EngineError."""
     last = (text.strip().splitlines() or [""])[-1].partition(";")[0].strip()
     if not JOB_ID.fullmatch(last):
         raise EngineError(f"sbatch printed {text[:200]!r} instead of a job id")
@@ -117,7 +117,7 @@ def job_id_of(text: str) -> str:
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Return the job from lines with `JOB_COLUMNS`, or None if Slurm has forgotten it. Raises EngineUnavailableError for other lines."""
+    """Parse the job from lines of `JOB_COLUMNS`. Return None if Slurm no longer knows it. Raises EngineUnavailableError for other lines."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):
@@ -132,7 +132,7 @@ def parse_job(text: str, job_id: str) -> JobState | None:
 
 
 async def job_state(prefix: Sequence[str], job_id: str) -> JobState | None:
-    """Return the state of a job, or None if Slurm has forgotten it. Raises EngineUnavailableError."""
+    """Return the state of a job, or None if Slurm no longer knows it. Raises EngineUnavailableError."""
     command = [*prefix, "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={JOB_COLUMNS}"]
     try:
         return parse_job(await run(*command), job_id)
@@ -148,7 +148,7 @@ async def jobs_named(prefix: Sequence[str], name: str, user: str) -> list[str]:
 
 
 async def cancel(prefix: Sequence[str], job_id: str) -> None:
-    """Cancel a job. It is not an error if the job has already ended. Raises EngineError."""
+    """Cancel a job, or do nothing if it has already ended. Raises EngineError."""
     try:
         await run(*prefix, "scancel", job_id)
     except EngineError as error:

@@ -1,11 +1,11 @@
-"""Lets a cluster's engine, such as Slurm, allocate the GPU for a server: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
+"""Lets a cluster's engine, such as Slurm, allocate a server's GPU: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
 
-- The engine chooses the node. The node's agent or prolog registers the allocation as a seat at the node's broker. The hub calls no broker.
-- Offers come from the summaries that the agents on the nodes publish through the engine. They show the last known state and are not
-  promises.
-- `gpu_take` converts the user's choice to an `Allocation`. Each spawner's `gpu_prepare` converts the `Allocation` to a request to the
-  engine. No other user option reaches the engine.
-- While the engine queues the request, `gpu_queue` reports the reason and the expected end of the wait.
+- The engine chooses the node, whose agent or prolog registers the allocation as a seat with its broker. The hub contacts no broker.
+- Offers are based on the summaries that the nodes' agents publish through the engine. They reflect the last known state and are not
+  guaranteed.
+- `gpu_take` turns the user's choice into an `Allocation`, which each spawner's `gpu_prepare` turns into a request to the engine. No other
+  user options reach the engine.
+- While the request is queued, `gpu_queue` reports why it is waiting and when the wait is expected to end.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _QUEUED, _MOST = 10, 60  # the progress bar while the engine queues the request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """A request to the engine: milli-GPU, GPU memory in MiB, and host memory for the server and its saved state in MiB."""
+    """A request to the engine: milli-GPU, MiB of GPU memory, and MiB of host memory for the server and its saved state."""
 
     pool: str
     fraction_milli: int
@@ -42,7 +42,7 @@ class Allocation:
 
 
 class EngineGPUMixin(GPUChoiceMixin):
-    """Adds a choice of GPU to the spawner of an engine. Put it before the spawner's class, and define `gpu_nodes` and `gpu_prepare`."""
+    """A mixin that adds a GPU choice to an engine's spawner. List it before the spawner, and define `gpu_nodes` and `gpu_prepare`."""
 
     gpu_no_offers = "You cannot choose a GPU right now: the cluster does not report its GPUs. Try again in a moment."
 
@@ -98,13 +98,13 @@ class EngineGPUMixin(GPUChoiceMixin):
         return str(proposal["value"])
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents have published them. Raises EngineError."""
+        """Return the pools of all nodes, as published by the nodes' agents. Raises EngineError."""
         raise NotImplementedError
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield a sentence whenever the engine's reason or the expected start changes.
+        """Yield a sentence each time the engine's reason for the wait or the expected start time changes.
 
-        The caller closes the generator when the server has started.
+        The caller closes the generator once the server has started.
         """
         nothing: tuple[str, ...] = ()
         for sentence in nothing:
@@ -121,7 +121,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         return Terms(now_s=time.time(), stale_after_s=self.gpu_stale_after)
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Check the choice against the offers, and store it for `gpu_prepare`. Raises the error that stops the spawn."""
+        """Check the choice against the offers, and store it for `gpu_prepare`. Raises an HTTPError, which stops the spawn."""
         if choice.memory_mib is not None:
             raise spawn_error(
                 f"memory {format_memory(choice.memory_mib)} was chosen, but in this cluster the share determines the memory; leave "
@@ -175,7 +175,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         return started
 
     async def _gpu_follow_queue(self) -> None:
-        """Show the user why the engine keeps the request waiting. If this fails, log it, because the server can start anyway."""
+        """Show the user why the request is waiting. Failures are only logged, because the server can start anyway."""
         try:
             async with contextlib.aclosing(self.gpu_queue()) as sentences:
                 async for sentence in sentences:

@@ -1,4 +1,4 @@
-"""The hub's live page about its GPUs: the devices, servers and kernels, the queue with its reasons, and actions on them.
+"""The hub's live GPU page. It shows devices, servers, kernels, and the queue with the reasons for waiting, and lets users act on them.
 
     from fractional_gpu_hub.service import add_page
     add_page(c, admins=["grace"])  # after `configure`, and after an assignment to `c.JupyterHub.load_roles`

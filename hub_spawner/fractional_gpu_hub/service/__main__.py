@@ -1,4 +1,4 @@
-"""Starts the service. It binds its port before it imports its libraries, because the hub does not wait long."""
+"""Starts the service. The port is bound before the service's libraries are imported, because the hub does not wait long for it."""
 
 import argparse
 import os

@@ -1,10 +1,10 @@
-"""The actions on the page, and who may perform them.
+"""The page's actions, and who may perform them.
 
-- For the broker this process is an administrator, so this module checks each action against the user's scopes. The broker records the user
-  (`acting_for`).
-- A kernel of another user is reported as unknown, whether it exists or not.
-- An action can take a long time, because a resume may wait in the queue. Each action has a separate thread and connection, and each user
-  may have at most `MOST_AT_ONCE` actions. When the page is closed, the broker withdraws actions that have not started.
+- To the broker, this process is an administrator, so this module checks each action against the user's scopes. The broker records which
+  user the action is for (`acting_for`).
+- Another user's kernel is reported as unknown, whether or not it exists.
+- An action can take a long time, because a resume may have to wait in the queue. Each action has its own thread and connection, and each
+  user may have at most `MOST_AT_ONCE` actions running. When the page is closed, the broker withdraws actions that have not started yet.
 """
 
 from collections import Counter
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class Actions:
-    """Carries out the actions on all pages, in threads. The service has one instance."""
+    """Carries out the actions of all pages, in threads. The service has a single instance."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
         self._running: Counter[str] = Counter()
 
     async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
-        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancellation withdraws an action that waits."""
+        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancellation withdraws a waiting action."""
         known = _ACTIONS[kind].get(action)
         if known is None:
             allowed = ", ".join(_ACTIONS[kind])
@@ -108,7 +108,7 @@ class _Release(Struct):
 
 
 def _summary(lease: LeaseStatus) -> dict[str, Any]:
-    """Return the answer to an action on a kernel. It contains nothing about the kernel's neighbours."""
+    """Return the answer to an action on a kernel, without any information about the kernel's neighbours."""
     return {
         "lease_id": lease.lease_id,
         "state": lease.state,
@@ -145,7 +145,7 @@ def _change(client: SeatClient, pool: str, asked: PoolChange) -> Any:  # noqa: A
 
 
 class _Action(NamedTuple):
-    """An action: its call, the type of its body, and whether only administrators may perform it."""
+    """An action on the page: the call to make, the type of the request body, and whether it is reserved for administrators."""
 
     call: Callable[[SeatClient, str, Any], Any]
     body: type[Struct] = _EmptyRequest

@@ -1,7 +1,7 @@
 """The web service behind the hub's GPU page: its process and its routes.
 
-The environment contains the address of the service, and of the hub's API, by which the service identifies users. The process ends on
-SIGTERM or when the hub that started it is gone, because the next hub starts another one.
+The environment contains the addresses of the service and of the hub's API, which the service uses to identify users. The process exits on
+SIGTERM, or when the hub that started it is gone, because the next hub starts its own.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ _FORMS = ("form-action 'none'", "form-action 'self'")
 
 
 class _BaseHandler(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # untyped
-    """Identifies the user, and refuses requests that are not allowed before they are handled."""
+    """Identifies the user, and refuses forbidden requests before they are handled."""
 
     viewer: Viewer
     _cached_hub_user: dict[str, Any] | None  # JupyterHub's library sets this to the user of the cookie or token
@@ -108,7 +108,7 @@ class _BaseHandler(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc]
         self.finish(json.dumps({"error": shown}))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Log faults of the service with a traceback, and refused requests in one line without their content."""
+        """Log the service's own faults with a traceback, and refused requests on one line without their content."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
             log.info("%s %s refused: %s", self.request.method, self.request.path[:200], getattr(value, "status", value))
         elif not isinstance(value, iostream.StreamClosedError):
@@ -162,10 +162,10 @@ class _Page(_Html):
 
 
 class _Usage(_Html):
-    """The page "My usage", and "Usage" for administrators. Both are also available as CSV."""
+    """The "My usage" page, and the "Usage" page for administrators. Both are also available as CSV."""
 
     def set_default_headers(self) -> None:
-        """Allow the browser to send the form in which the user chooses the period."""
+        """Allow the browser to submit the form for choosing the period."""
         super().set_default_headers()
         self.set_header("Content-Security-Policy", _HEADERS["Content-Security-Policy"].replace(*_FORMS))
 
@@ -215,7 +215,7 @@ class _WhileConnected(_BaseHandler):
 
 
 class _Events(_WhileConnected):
-    """The event stream of one page. Each event contains the newest view, so events are never queued."""
+    """The event stream of one page. Each event contains the latest view, so events never need to be queued."""
 
     async def get(self) -> None:
         name = self.viewer.name
@@ -252,9 +252,9 @@ class _Events(_WhileConnected):
                 await asyncio.wait_for(changed.wait(), QUIET_S)
 
     async def _taken(self) -> None:
-        """Send the data that was written. Raises StreamClosedError if the browser disconnects or does not read the data in time.
+        """Send the data written so far. Raises StreamClosedError if the browser disconnects or does not read the data in time.
 
-        Without a limit to this time, a stopped browser or a broken connection would occupy one of the user's streams forever.
+        Without this time limit, a hung browser or a broken connection would occupy one of the user's streams forever.
         """
         try:
             async with asyncio.timeout(TAKEN_S):
@@ -316,7 +316,7 @@ class _Static(web.StaticFileHandler):
 
 
 def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
-    """Raise HTTPError if a page from another origin has caused the request, unless the request is a plain page view."""
+    """Raise HTTPError if the request was caused by a page from another origin, unless it is a plain page view."""
     headers = request.headers
     if "Authorization" in headers or (
         request.method in {"GET", "HEAD"} and headers.get("Sec-Fetch-Mode") == "navigate"
@@ -328,7 +328,7 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
 
 
 def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Actions, static: str) -> list[Any]:
-    """Return the routes below `prefix`, which ends in a slash. A cluster page has no actions. `docs/hub.md` describes the bodies."""
+    """Return the routes under `prefix`, which ends with a slash. A cluster page has no actions. `docs/hub.md` describes the API."""
     shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
     found: list[Any] = [
         (prefix, _Page, shared),
@@ -358,7 +358,7 @@ _IDLE_S = 60.0
 
 
 def serve(broker: str, listener: socket.socket, *, hub: int, cluster: str = "") -> None:
-    """Serve until SIGTERM or SIGINT, or until the process `hub` is gone. `cluster` is the engine whose nodes are shown, if any."""
+    """Serve until SIGTERM or SIGINT, or until the hub (pid `hub`) is gone. `cluster` is the engine whose nodes are shown, if any."""
     enable_pretty_logging()
     asyncio.run(_serve(broker, listener, hub, cluster))
 

@@ -1,9 +1,9 @@
-"""The latest status of the broker for all pages, over one connection, and the placeholder page while the hub starts.
+"""Gets the broker's latest status for all pages, over one connection, and serves a placeholder page during startup.
 
-- While the broker does not answer, the last snapshot is kept, with a sentence that explains the problem.
-- The broker's stream does not include seats and pools. They are requested after each change, but at most every `SEATS_S`, and at least
-  every `REFRESH_S`.
-- To miss no change, a page takes the event `changed` before it reads `snapshot`, and then waits for the event.
+- While the broker is not answering, the last snapshot is kept, along with a sentence that explains the problem.
+- The broker's stream does not include seats or pools. They are requested after each change, at most every `SEATS_S` seconds and at least
+  every `REFRESH_S` seconds.
+- To avoid missing a change, a page gets the event `changed` before it reads `snapshot`, and then waits for that event.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _CALL_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The last status, which is None at first. `problem` is a sentence that explains why it is out of date, or ""."""
+    """The last known status, or None at first. `problem` is a sentence that explains why it is out of date, or ""."""
 
     status: HostStatus | None = None
     seats: SeatList = field(default_factory=SeatList)
@@ -58,7 +58,7 @@ class BrokerFollower:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def refresh_soon(self) -> None:
-        """Request seats and pools now, because this service has changed something."""
+        """Request seats and pools again soon. Call this after the service has changed something."""
         self._stale.set()
 
     def _take_status(self, status: HostStatus) -> None:
@@ -115,7 +115,7 @@ _LATER = (
 
 
 class StartupPlaceholder:
-    """Answers requests to the service with status 425 until `hand_over` is called. Raises OSError if the port remains in use."""
+    """Answers every request to the service with status 425 until `hand_over` is called. Raises OSError if the port stays in use."""
 
     def __init__(self, url: str) -> None:
         place = urlsplit(url)

@@ -1,9 +1,9 @@
-"""The page of a cluster: all nodes, as their agents publish them, and the servers on them.
+"""The cluster page: all nodes, as published by their agents, and the servers on them.
 
-- The engine is queried every `EVERY_S` while a page is open, and for `LINGER_S` after that.
-- Users see the sums of every node and their own servers, and administrators see all servers. The engine and the hub must use the same user
+- The engine is queried every `EVERY_S` seconds while a page is open, and for `LINGER_S` seconds afterwards.
+- Users see totals for every node, and their own servers. Administrators see all servers. The engine and the hub must use the same user
   names.
-- If the summary of a node is old or the engine does not answer, the page shows the last figures and their age.
+- If a node's summary is old or the engine does not answer, the page shows the last known figures and their age.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ EVERY_S, LINGER_S = 10.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterServer:
-    """A user's server. `milli` is its share in milli-GPU, or None if it has no GPU. `since` is the engine's text for its running time."""
+    """A user's server. `milli` is its share in milli-GPU, or None if it has no GPU. `since` says how long it has been running, as text."""
 
     identity: str
     user: str
@@ -48,7 +48,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """The state of the cluster at the last reading. `problem` is a sentence that explains why it is out of date, or ""."""
+    """The cluster's state when it was last read. `problem` is a sentence that explains why it is out of date, or ""."""
 
     cluster: Cluster = field(default_factory=Cluster)
     problem: str = "the cluster has not answered yet"
@@ -70,7 +70,7 @@ class ClusterFollower:
 
     @property
     def snapshot(self) -> ClusterSnapshot:
-        """The state of the cluster at the last reading. After each access, the engine is queried for another `LINGER_S`."""
+        """The cluster's state when it was last read. Each access keeps the queries to the engine going for another `LINGER_S` seconds."""
         self._asked_s = time.monotonic()
         self._asked.set()
         return self._snapshot

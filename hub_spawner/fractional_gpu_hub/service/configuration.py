@@ -1,8 +1,8 @@
-"""Adds the page to `jupyterhub_config.py`: a managed service, two scopes, and the roles that have them.
+"""Adds the page to the hub's configuration: a managed service, two scopes, and the roles that grant them.
 
-Users with the scope `custom:fractional-gpu:read` (all users, unless `everybody` is False) see the machine's sizes and their own kernels,
-which they can suspend, resume and pin. Users with `custom:fractional-gpu:admin` see and control everything. Only the users and groups that
-are named get this scope. The hub's administrators do not get it automatically.
+Users with the scope `custom:fractional-gpu:read` (all users, unless `everybody` is False) see the totals for each device and their own
+kernels, which they can suspend, resume and pin. Users with `custom:fractional-gpu:admin` see and control everything. Only the users and
+groups named in `add_page` get this scope; the hub's administrators do not get it automatically.
 """
 
 import ipaddress
@@ -58,11 +58,11 @@ def add_page(
 ) -> None:
     """Add the page at `/services/NAME/`. Raises ConfigError.
 
-    The hub's users in `admins` and groups in `admin_groups` control everything. If `everybody` is set, all users see their own kernels.
-    `socket` is the broker's socket, with the same default as in `configure`. The hub's proxy reaches the service at `host` and `port`; if
-    the proxy has its own pod, `host` must be the address of the hub's pod. If `cluster` is `slurm` or `kubernetes`, the page shows the
-    nodes and servers of that engine instead of the devices of one broker. With `kubernetes`, call this function after setting the namespace
-    and the labels of the spawner.
+    The hub users in `admins` and groups in `admin_groups` can control everything. If `everybody` is set, all users can see their own
+    kernels. `socket` is the broker's socket, with the same default as in `configure`. The hub's proxy reaches the service at `host` and
+    `port`; if the proxy has its own pod, `host` must be the address of the hub's pod. If `cluster` is `slurm` or `kubernetes`, the page
+    shows that engine's nodes and servers instead of a single broker's devices. With `kubernetes`, call this function after setting the
+    spawner's namespace and labels.
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
@@ -113,7 +113,7 @@ def add_page(
 
 
 def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
-    """Give all users the scopes to read and to use the page. Return the roles that the hub must define in addition."""
+    """Give all users the scopes needed to read and use the page. Return the additional roles the hub must define."""
     # Import these here, because the service's process, for which the hub waits, does not need the hub's application.
     from jupyterhub.app import JupyterHub  # noqa: PLC0415
     from jupyterhub.roles import get_default_roles  # noqa: PLC0415
@@ -133,7 +133,7 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
 
 
 def _environment(c: Config, cluster: str) -> dict[str, str]:
-    """Return the variables that the service needs to reach the cluster, because the hub passes it none of these. Raises ConfigError."""
+    """Return the environment variables the service needs to reach the cluster, none of which the hub passes on. Raises ConfigError."""
     found = {name: os.environ[name] for name in _KEPT.get(cluster, ()) if name in os.environ}
     if cluster != "kubernetes":
         return found

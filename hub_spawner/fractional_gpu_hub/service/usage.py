@@ -1,12 +1,12 @@
-"""The figures on the pages "My usage" and "Usage": the queries to the broker, and the parts of the pages.
+"""Gets the figures for the "My usage" and "Usage" pages from the broker, and prepares the contents of each page.
 
-For the broker this process is an administrator, who may read everything. This module enforces the rules:
+To the broker, this process is an administrator and may read everything, so this module enforces the rules:
 
-- The figures of a user are requested by name and only for users of the hub (`seated`), because the machine may have another user with the
-  same name. Entries with other names are dropped, even if the broker returns them.
-- The broker's setting `usage_visible` determines what users see of others: nothing, or the sums of each user, either in the viewer's groups
-  or of everyone. They never see the names of other users' notebooks. If the setting has an unknown value, they see nothing.
-- Users see advice on their own notebooks, and the budgets of themselves and their groups. Administrators see everything.
+- A user's figures are requested by name, and only for users of the hub (`seated`), because the machine may have another user with the same
+  name. Entries with other names are dropped, even if the broker returns them.
+- The broker's `usage_visible` setting determines what users see about others: nothing, or totals per user, either for the viewer's groups
+  or for everyone. They never see the names of other users' notebooks. If the setting's value is unknown, they see nothing about others.
+- Users see advice about their own notebooks, and budgets for themselves and their groups. Administrators see everything.
 """
 
 import platform
@@ -54,7 +54,7 @@ _DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageQuery:
-    """The query of a page: its period, in seconds since 1970 and as typed, and how the figures of all users are grouped."""
+    """A page's query: the period, both in seconds since 1970 and as typed, and how the figures for all users are grouped."""
 
     since_s: int
     until_s: int
@@ -71,7 +71,7 @@ class PageQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsagePage:
-    """The contents of a page. `others` has the figures of other users that the viewer may see, by heading."""
+    """A page's contents. `others` contains the figures of other users that the viewer may see, by heading."""
 
     report: UsageReport
     by: tuple[str, ...]
@@ -106,7 +106,7 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
 
 
 def own_figures(client: SeatClient, viewer: Viewer, asked: PageQuery) -> UsagePage:
-    """Return the viewer's figures by notebook, and the figures of others that the viewer may see. Raises FractionalGPUError."""
+    """Return the viewer's figures by notebook, and any figures of other users the viewer may see. Raises FractionalGPUError."""
     columns = (*_PARTY, "notebook")
     report = client.usage(columns, asked.since_s, asked.until_s, {"user": viewer.name, "seated": "1"})
     own = [entry for entry in report.entries if entry.of["user"] == viewer.name]

@@ -1,7 +1,7 @@
-"""The views for the page and the API, limited to what a user may see. Sizes have units, and reasons are sentences. All functions are pure.
+"""Views for the page and the API, limited to what a user may see. Sizes include units, and reasons are sentences. All functions are pure.
 
-Users see their own seats and kernels, and for all others only the sums of each device. Administrators see everything. A kernel belongs to
-the user of its seat. A kernel without a seat belongs to a user of the machine, who may have the same name as another user of the hub.
+Users see their own seats and kernels, and only per-device totals for everyone else's. Administrators see everything. A kernel belongs to
+its seat's user. A kernel without a seat belongs to a user of the machine, who may have the same name as a different user of the hub.
 """
 
 import json
@@ -143,7 +143,7 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
 
 
 def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
-    """Return a sort key that puts waiting kernels first, in the order of the queue."""
+    """Return a sort key that puts waiting kernels first, in queue order."""
     return (lease.position is None, lease.position or 0, lease.spec.owner, lease.lease_id)
 
 
@@ -256,7 +256,7 @@ def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
 
 
 class Setting(NamedTuple):
-    """A setting in the page's editor of pools. `default` and `example` are as users type them. `choices` are the items of a menu."""
+    """A setting in the page's pool editor. `default` and `example` are written as users would type them. `choices` are menu items."""
 
     key: str
     help: str

@@ -1,15 +1,15 @@
-"""Waiting for the GPU: one ticket for all waiting cells of a kernel, and the first grant after a start.
+"""Waits for the GPU: one ticket for all of a kernel's waiting cells, and the first grant after the kernel starts.
 
 Two threads take part in a wait:
 
-- The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes and never on a socket, so that it can be
-  interrupted: on the main thread, SIGINT puts a note into the queue. Subshell threads get no signals and wait for the broker's answer.
+- The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, so it can be interrupted: on
+  the main thread, SIGINT puts a note into the queue. Subshell threads receive no signals, so they wait for the broker's answer.
 - The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and puts each line into every queue. The first waiting cell starts
   the thread, and later cells join. The last cell to leave closes the connection, which withdraws the ticket.
 
-If a connection breaks or a call fails, the broker is restarted and the call is repeated. After `MAX_FRUITLESS` breaks in a row without a
-line, the cell is refused. If this process can no longer make calls (`is_local`), it waits as long as the broker's commands still arrive.
-The broker then sees a busy kernel without a ticket, files a ticket for it, and opens the gate when its turn comes.
+If a connection breaks or a call fails, the broker is restarted and the call is repeated. After `MAX_FRUITLESS` failures in a row without a
+line from the broker, the request is refused. If this process can no longer make calls (`is_local`), it keeps waiting while the
+broker's commands arrive. The broker then sees a busy kernel without a ticket, files one for it, and opens the gate when its turn comes.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ _THREAD_ENDED = "The thread that requests the GPU ended unexpectedly; see the ke
 
 
 class RefusedError(Exception):
-    """The GPU was refused. The text says why and what to do."""
+    """Raised if the GPU is refused. The message says why and what to do."""
 
 
 Waiter = SimpleQueue["str | RefusedError | Progress"]
@@ -79,7 +79,7 @@ class _Ticket:
 
 
 class Acquirer:
-    """Holds the ticket of a kernel while cells wait. `is_reachable` returns whether the broker's commands reach this process."""
+    """Holds a kernel's ticket while cells wait. `is_reachable` returns whether the broker's commands reach this process."""
 
     _watch = False
 
@@ -94,7 +94,7 @@ class Acquirer:
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
         """Wait until the gate is open, and register the cell `mark` as running in the same step. If `line` is None, show nothing.
 
-        Raises RefusedError or KeyboardInterrupt. After an interrupt, the caller must remove `mark`, because it may be registered.
+        Raises RefusedError or KeyboardInterrupt. After an interrupt, the caller must remove `mark`, because it may already be registered.
         """
         waiter: Waiter = SimpleQueue()
         on_open = partial(waiter.put, OPENED)
@@ -126,7 +126,7 @@ class Acquirer:
             self._gate.stop_waiting(on_open, None)
 
     def join(self, waiter: Waiter) -> None:
-        """Send notes to `waiter` from now on, beginning with the last `Progress`. Never blocks."""
+        """Start sending notes to `waiter`, beginning with the last `Progress`. Never blocks."""
         with self._lock:
             self._waiters.append(waiter)
             if self._ticket is not None:
@@ -137,7 +137,7 @@ class Acquirer:
         threading.Thread(target=self._run, args=(ticket,), name="gpu-acquire", daemon=True).start()
 
     def leave(self, waiter: Waiter, *, keep: bool = False) -> None:
-        """Send no more notes to `waiter`. The last waiter that leaves withdraws the ticket, unless `keep` is set. Never blocks."""
+        """Stop sending notes to `waiter`. When the last waiter leaves, the ticket is withdrawn unless `keep` is set. Never blocks."""
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -207,7 +207,7 @@ class Acquirer:
         return None
 
     def _call(self, ticket: _Ticket) -> RefusedError | None:
-        """Call `acquire`. Repeat the call if the broker ended it only because it had lasted too long."""
+        """Call `acquire`. Repeat the call if the broker only ended it because it had lasted too long."""
         from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
         client = ticket.client = self._settings.connect()
@@ -235,7 +235,7 @@ class Acquirer:
             client.close()
 
     def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError | InternalBrokerError") -> RefusedError | None:
-        """Start the broker after a broken connection or a failed call, unless this has failed too often."""
+        """Start the broker after a broken connection or a failed call, unless too many have failed already. Return the refusal, if any."""
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, TooManyRequestsError  # noqa: PLC0415 - off the kernel's start
 
         ticket.breaks += 1
@@ -274,7 +274,7 @@ class Acquirer:
 
 
 class Turns(Acquirer):
-    """Shows how a preempted cell waits, as a line below the cell. The broker has filed a ticket for the cell."""
+    """Shows a preempted cell's wait on a line below the cell. The broker has already filed a ticket for the cell."""
 
     _watch = True
 
@@ -334,7 +334,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell is to run with the gate shut.
+    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell should run with the gate shut.
 
     Raises RefusedError or KeyboardInterrupt.
     """
@@ -370,9 +370,9 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Make SIGINT put INTERRUPTED into the queue during the block. If a SIGINT arrived, raise KeyboardInterrupt afterwards.
+    """Make SIGINT put INTERRUPTED into the queue during the block. If a SIGINT arrives, raise KeyboardInterrupt after the block.
 
-    This has an effect only in the main thread.
+    This only has an effect in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -423,7 +423,7 @@ _NOT_INITIALIZED, _NO_DEVICE = 3, 100  # CUDA_ERROR_...
 
 
 class FirstGrant:
-    """Keeps torch from looking for devices before the first grant. Call `bind` under the gate's lock, and `check` where cells run."""
+    """Keeps torch from looking for devices before the first grant. Call `bind` under the gate's lock, and `check` on a cell's thread."""
 
     def __init__(self, hooks: ImportHooks, environment: Mapping[str, str] = os.environ) -> None:
         self._hooks = hooks
@@ -436,7 +436,7 @@ class FirstGrant:
             self._hooks.after("torch", self._hold)
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Let torch reach the driver as soon as the environment variables name a device. This is fast and can be repeated."""
+        """Let torch reach the driver once the environment variables name a device. This is fast and can be called repeatedly."""
         if self.is_awaited and (environment.get(VISIBLE) or environment.get(SIMULATED)):
             self.is_due = True
             self.release()
@@ -473,7 +473,7 @@ def _not_yet() -> None:
 
 
 def _answer() -> int:
-    """Ask CUDA for the number of devices. Return the error number of this call, which is 0 on success or if no driver is loaded."""
+    """Ask CUDA for the number of devices. Return the call's error number, which is 0 on success or if no driver is loaded."""
     if not any(name.startswith("libcuda.so.") for name in mapped_files()):
         return 0
     import ctypes  # noqa: PLC0415 - off the kernel's start

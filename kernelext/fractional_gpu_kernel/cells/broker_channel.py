@@ -1,12 +1,12 @@
 """The kernel's channel to the broker. It receives commands and sends answers.
 
-Two daemon threads start a moment after the kernel, so that they do not slow its start:
+Two daemon threads start a moment after the kernel, so as not to slow down its startup:
 
 - `gpu-gate` reads the commands and immediately carries out those that need no round trip.
 - `gpu-answers` sends the answers on a second connection.
 
-If the stream breaks, it is reopened with growing pauses, even if a cell broke this process (`settings.LOCAL_FAILURES`). The answer to a
-command that cannot be carried out is "busy". The channel never starts a broker; a waiting cell does this.
+If the stream breaks, it is reopened after increasingly long pauses, even if a cell has broken this process (`settings.LOCAL_FAILURES`). A
+command that cannot be carried out is answered with "busy". The channel never starts a broker; waiting cells do that.
 """
 
 import threading
@@ -57,14 +57,14 @@ class BrokerChannel:
             client.close()
 
     def report_exempt(self, on: bool) -> None:
-        """Report that a cell without the GPU has started or ended. The broker files no ticket for such a cell."""
+        """Report that a cell that runs without the GPU has started or ended. The broker files no ticket for such a cell."""
         if not on and not self._gate.is_exempt:
             self._answers.put((0, "done", ""))
         elif on:
             self._repeat_exempt()
 
     def _repeat_exempt(self) -> None:
-        """Report again that only cells without the GPU are running. While the gate is open, send nothing, because no ticket is needed."""
+        """Repeat the report if only cells without the GPU are running. Send nothing while the gate is open, as no ticket is needed then."""
         if self._gate.is_exempt and not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
 

@@ -1,18 +1,18 @@
-"""The gate of a kernel: whether cells may run, whether a cell is running, and whether it needs the GPU. It has one lock and does no I/O.
+"""A kernel's gate. It tracks whether cells may run, whether one is running, and whether it needs the GPU. It has one lock and does no I/O.
 
-Each operation is one step under the lock, so that a cell cannot overtake an answer to the broker:
+Each operation is a single step under the lock, so a cell cannot slip in ahead of an answer to the broker:
 
     open              binds the process to its device, and lets waiting cells enter
     close             shuts the gate; if a cell is running or waiting, it changes nothing and answers "busy"
     preempt           shuts the gate even while cells are running; their GPU calls block until the kernel's state is restored
     enter, leave      a cell that enters the open gate counts as running until it leaves
     exempt, leave     a cell that does not need the GPU ignores the gate, and never keeps it open
-    start_waiting,    a waiting cell counts as busy from the start; it enters in the step that ends its wait, so no `close` can come between
+    start_waiting,    a waiting cell counts as busy from the start; it enters in the step that ends its wait, so no `close` can intervene
     stop_waiting
-    pause, go_on      a cell that waits for input does not count as running; it enters again when it gets the input
+    pause, go_on      a cell that waits for input does not count as running; it re-enters when it gets the input
 
-The gate is shut until the first grant. If the pool lets a cell overlap with the resume of its kernel, the cell enters the gate while it is
-shut. In a forked child the gate is inert, which means that it is always open.
+The gate is shut until the first grant. If the pool lets a cell overlap with its kernel's resume, the cell enters the gate while it is still
+shut. In a forked child, the gate is inert, meaning it is always open.
 """
 
 import ast
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class Gate:
-    """The gate of one kernel. Before it opens, `binders` are called with the variables that bind the process to its device.
+    """One kernel's gate. Before it opens, `binders` are called with the variables that bind the process to its device.
 
     `is_open` and `is_inert` are read-only. `is_inert` is set if this process is a forked child without a lease.
     """
@@ -41,7 +41,7 @@ class Gate:
 
     @property
     def is_shut_again(self) -> bool:
-        """Whether the gate was opened and shut again. The kernel may then have GPU state."""
+        """Whether the gate has been opened and shut again, in which case the kernel may have GPU state."""
         return self._was_open and not self.is_open
 
     @property
@@ -77,14 +77,14 @@ class Gate:
             self._paused.discard(mark)
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
-        """Call `on_open` whenever the gate opens, or now if it is open. `on_open` runs under the lock, so it must not block."""
+        """Call `on_open` each time the gate opens, and now if it is already open. `on_open` runs under the lock, so it must not block."""
         with self._lock:
             self._waiting.append(on_open)
             if self.is_open:
                 on_open()
 
     def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
-        """End the wait. Return whether the cell may run: the gate is open or `overlap` is set. If so, count `mark` as running."""
+        """Stop waiting. Return whether the cell may run, because the gate is open or `overlap` is set. If so, count `mark` as running."""
         with self._lock:
             self._waiting.remove(on_open)
             may_enter = self.is_open or overlap
@@ -93,7 +93,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """Mark these cells as waiting for input. Return the ones that were running, in the given order."""
+        """Mark these cells as waiting for input. Return those that were running, in the given order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)
@@ -145,7 +145,7 @@ class Gate:
             bind(environment)
 
     def become_inert(self) -> None:
-        """Make the gate inert in a forked child. Replace the lock, because another thread of the parent may have held it."""
+        """Make the gate inert in a forked child. Replace the lock, because another thread in the parent may have held it."""
         self._lock = threading.Lock()
         self.is_inert = True
         self.is_open = True
@@ -188,7 +188,7 @@ def needs_gpu(transformed: str) -> bool:
 
 
 def _is_own_magic(node: ast.expr) -> bool:
-    """Return whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help about our magics, or `%%gpu measure`."""
+    """Return whether the expression is just `get_ipython().run_line_magic('gpu', TEXT)`, help about our magics, or `%%gpu measure`."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr=attr),
@@ -223,8 +223,8 @@ def make_cell_transform(
 ) -> LinesTransform:
     """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into a comment.
 
-    It calls IPython's `cell_magic` for the lines below, which may begin with another cell magic. If `measures` is set, a leading
-    `%%gpu measure` is kept.
+    If the lines below begin with another cell magic, IPython's `cell_magic` handles them. If `measures` is set, a leading `%%gpu measure`
+    is kept.
     """
 
     def own_cell(lines: list[str]) -> list[str]:

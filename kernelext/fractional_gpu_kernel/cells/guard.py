@@ -1,12 +1,12 @@
-"""Takes cells through the gate when they begin, when they end, and when they wait for input.
+"""Passes cells through the gate when they start, when they end, and when they wait for input.
 
 The guard wraps the shell's `run_cell_async`, which runs once for every cell. IPython's events are not sufficient: for blank cells,
 `post_execute` fires without `pre_execute`, and an exception in `pre_execute` does not stop the cell. Widget messages bypass the wrapper, so
 they wait in `pre_execute`. Their callbacks cannot be stopped, so after a refusal they run without the GPU.
 
 While a cell waits for input (`InputRequests`), its kernel counts as idle and may be suspended. If the gate is shut when the input arrives,
-the cell waits again. After an interrupt the cell continues at once, because it is ending. Its GPU calls block until the broker notices the
-cell and resumes the kernel. A prompt in a thread that the user started does not pause the cell.
+the cell waits again. After an interrupt, the cell continues at once, because it is about to end. Its GPU calls block until the broker
+notices the cell and resumes the kernel. A prompt in a thread started by the user does not pause the cell.
 """
 
 import functools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """A running cell, with its thread. The gate knows it and its outer cells by their `marks`. A cell without the GPU has no marks."""
+    """A running cell and its thread. `marks` identify it and its outer cells to the gate. A cell without the GPU has none of its own."""
 
     marks: tuple[object, ...]
     thread_id: int
@@ -165,7 +165,7 @@ class InputRequests:
         return list(dict.fromkeys(self._asking.values()))
 
     def install(self) -> None:
-        """Wrap the kernel's input functions. IPython in a terminal has no kernel and does not wait for input messages."""
+        """Wrap the kernel's input functions. Does nothing in a terminal, where IPython has no kernel or input messages."""
         kernel = getattr(self._shell, "kernel", None)
         for name in ("raw_input", "getpass"):
             original = getattr(kernel, name, None)
@@ -204,12 +204,12 @@ class InputRequests:
         return prompt
 
     def _end(self, wait: object, marks: Sequence[object]) -> None:
-        """End the wait for input. This can be repeated after an interrupt."""
+        """Stop waiting for input. This can be called again after an interrupt."""
         self._gate.go_on(marks)
         self._change(lambda: self._asking.pop(wait, None))
 
     def _wait_again(self, marks: Sequence[object]) -> None:
-        """Wait for the GPU before these cells continue. Raises KeyboardInterrupt, and RuntimeError if the GPU is refused."""
+        """Wait for the GPU before these cells continue. Raises KeyboardInterrupt, or RuntimeError if the GPU is refused."""
         if not marks or self._gate.go_on(marks, if_open=True):
             return
         line = LiveLine(self._shell)

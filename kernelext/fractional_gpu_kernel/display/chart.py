@@ -1,4 +1,4 @@
-"""`%gpu history`: the memory and residency of a kernel over time, as a picture and as text with the same columns."""
+"""`%gpu history`: a kernel's memory use and residency over time, as a picture and as text with the same columns."""
 
 import time
 from collections import defaultdict
@@ -28,7 +28,7 @@ _LIMIT = {"stroke": "currentColor", "stroke_opacity": ".7", "stroke_dasharray": 
 
 
 class Column(NamedTuple):
-    """A period, with its peak memory in MiB and the state that lasted longest."""
+    """A period of time, with its peak memory in MiB and the state that lasted longest."""
 
     used_mib: int
     saved_mib: int
@@ -36,7 +36,7 @@ class Column(NamedTuple):
 
 
 def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: int) -> list[Column]:
-    """Divide [`since_ms`, `until_ms`) into `count` columns. `points` are in order of time, and each is valid until the next one."""
+    """Divide [`since_ms`, `until_ms`) into `count` columns. `points` are in chronological order, and each is valid until the next."""
     width = max(1, until_ms - since_ms) / count
     used, saved = [0] * count, [0] * count
     lasted: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
@@ -55,7 +55,7 @@ def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: i
 
 
 class HistoryView(View):
-    """The history of a lease until now, or only its last `last_ms`."""
+    """The history of a lease up to now, or just the last `last_ms` of it."""
 
     def __init__(self, history: History, last_ms: int | None = None, now_ms: int | None = None) -> None:
         self._points = history.points
@@ -134,7 +134,7 @@ def _x(index: int) -> float:
 
 
 def _area(shares: Sequence[float]) -> str:
-    """Return the SVG path of a stepped area. For periods in which no memory use was recorded, nothing is drawn."""
+    """Return the SVG path of a stepped area. Nothing is drawn for periods without recorded memory use."""
     steps, base = "", f"{_FRAME.y(0):.0f}"
     is_open = False
     for index, share in enumerate([*shares, 0]):

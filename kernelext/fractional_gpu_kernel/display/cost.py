@@ -1,6 +1,6 @@
-"""`%gpu cost`: how much this kernel and its user have used, and how much this costs, as HTML and as plain text.
+"""`%gpu cost`: how much this kernel and its user have used, and what it costs, as HTML and as plain text.
 
-If there are no prices, it shows GPU hours. One GPU hour is a whole GPU for one hour, or half a GPU for two hours.
+Without prices, it shows GPU hours. One GPU hour is a whole GPU for one hour, or half a GPU for two hours.
 """
 
 from collections.abc import Callable, Sequence

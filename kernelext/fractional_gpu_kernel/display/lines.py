@@ -1,4 +1,4 @@
-"""Lines of text in the output of a cell, as HTML and as plain text: sentences, lines that change in place, wait lines and notices."""
+"""Lines of text in a cell's output, as HTML and as plain text: sentences, lines that change in place, wait lines and notices."""
 
 import contextvars
 import os
@@ -21,7 +21,7 @@ SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
 
 
 class View:
-    """Output of a cell, as plain text (its `repr`) and as HTML."""
+    """A cell's output, as plain text (its `repr`) and as HTML."""
 
     def html(self) -> str:
         raise NotImplementedError
@@ -31,7 +31,7 @@ class View:
 
 
 class Sentence(View):
-    """A sentence. On a simulated GPU, its heading says "simulated"."""
+    """A single sentence shown as output. Its heading says "simulated" on a simulated GPU."""
 
     def __init__(self, text: str, more: Bundle | None = None) -> None:
         self.text, self._more = text, more or {}
@@ -59,13 +59,13 @@ class LiveLine:
         self._shown: str | None = None
 
     def show(self, text: str, wait: Bundle | None = None) -> None:
-        """Show a text. If the text is about a wait, `wait` is sent with it as the machine-readable form."""
+        """Show text. If it is about a wait, pass the wait's machine-readable form as `wait`, which is sent along with the text."""
         if text != self._shown:
             update, self._shown = self._shown is not None, text
             publish(self._shell, Sentence(text, wait), display_id=self._display_id, update=update)
 
     def blank(self) -> None:
-        """Clear the text of the line, but keep the cell's other output."""
+        """Clear the line's text, but keep the cell's other output."""
         if self._shown is not None:
             self._shown = None
             publish(self._shell, None, display_id=self._display_id, update=True)
@@ -78,7 +78,7 @@ class LiveLine:
 
 
 class CellLine:
-    """A line below a running cell. Other threads write the line, and `close` empties it."""
+    """A line below a running cell. Other threads write to it, and `close` clears it."""
 
     def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
         self._line, self._context = line, context
@@ -117,7 +117,7 @@ def _as_no_result(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def rendered(error: BaseException) -> BaseException:
-    """Make IPython show the error as one sentence, because its traceback shows only code of this package."""
+    """Make IPython show the error as one sentence, because its traceback would only show this package's code."""
     error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
     return error
 
@@ -189,7 +189,7 @@ def resizing(status: "LeaseStatus") -> str:
 
 
 def _left(forecast: "Progress | Span", passed_ms: int) -> str:
-    """Return the remaining time of a forecast that was made `passed_ms` ago, or ""."""
+    """Return the time remaining in a forecast made `passed_ms` ago, as text, or ""."""
     from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
 
     if forecast.expected_ms is None:
@@ -205,12 +205,12 @@ def _left(forecast: "Progress | Span", passed_ms: int) -> str:
 class Notices:
     """Shows sentences from the broker and the extension. This class is thread-safe.
 
-    A notice that arrives before the first cell appears above the output of that cell. A notice that arrives during a cell appears when the
-    cell ends, or at once if it is urgent because the GPU is taken away. While the kernel is idle, a notice appears below the last cell
-    until the next cell begins.
+    A notice that arrives before the first cell appears above that cell's output. A notice that arrives during a cell appears when the cell
+    ends, or at once if it is urgent because the GPU is being taken away. While the kernel is idle, a notice is shown below the last cell
+    until the next cell starts.
 
-    Only cells in the history count, because users do not see the output of other cells (`%%capture`, `run_cell`). Cells in subshells run
-    concurrently: the kernel is idle when the last of them has ended, and urgent notices appear in the cell that began last.
+    Only cells stored in the history are considered, because users do not see the output of others (`%%capture`, `run_cell`). Cells in
+    subshells run concurrently: the kernel is idle once the last of them has ended, and urgent notices appear in the cell that started last.
     """
 
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
@@ -228,7 +228,7 @@ class Notices:
         registrations.callback("post_run_cell", self._after_cell)
 
     def add(self, sentence: str, topic: str = "") -> None:
-        """Show or queue a sentence. It replaces a sentence with the same `topic` that is queued or shown below the last cell."""
+        """Show or queue a sentence. It replaces any sentence with the same `topic` that is queued or shown below the last cell."""
         if not sentence:
             return
         key = topic or sentence
@@ -243,7 +243,7 @@ class Notices:
             self._kept[key] = sentence
 
     def add_urgent(self, sentence: str, topic: str = "") -> None:
-        """Show a sentence now. It remains in the output of a running cell. `topic` has the same meaning as for `add`."""
+        """Show a sentence now. If a cell is running, the sentence stays in that cell's output. `topic` means the same as in `add`."""
         with self._lock:
             cell = next(reversed(self._running.values()), None)
         with suppress(*_failures()):  # as in `add`
@@ -253,7 +253,7 @@ class Notices:
         self.add(sentence, topic)
 
     def line_in_cell(self) -> CellLine | None:
-        """Return a line below the cell that began last, or None if no cell is running."""
+        """Return a line below the cell that started last, or None if no cell is running."""
         with self._lock:
             if not self._running:
                 return None
@@ -291,6 +291,6 @@ class Notices:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return the errors that publishing a message can raise if the process has no free file descriptors."""
+    """Return the errors that publishing a message can raise if the process has run out of file descriptors."""
     zmq = sys.modules.get("zmq")
     return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

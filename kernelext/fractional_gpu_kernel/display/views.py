@@ -1,4 +1,4 @@
-"""Displays for `%gpu`: this kernel, the machine, and the story of a lease. HTML and plain text have the same content."""
+"""Displays for `%gpu`: this kernel, the machine, and the history of a lease. HTML and plain text have the same content."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def box(title: str, *parts: str, note: str = "") -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of HTML cells. `head` has the column titles as plain text. Without it, the first cell of each row is its header."""
+    """Return a table of HTML cells. `head` lists the column titles as plain text. Without it, each row's first cell is its header."""
     lines = []
     if head:
         style = f"{_CELL};font-weight:400;{_MUTED}"
@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar as text. `parts` are pairs of size and character. Each part that is larger than 0 gets at least one character."""
+    """Return the bar as text. `parts` are pairs of size and character. Each part larger than 0 gets at least one character."""
     signs = ""
     total = 0
     for size, sign in parts:
@@ -146,7 +146,7 @@ class StatusView(View):
 
 
 class TopView(View):
-    """The devices and leases of the machine. This user's leases are listed, and all other leases are summed up."""
+    """The machine's devices and leases. This user's leases are listed individually, and everyone else's are added up."""
 
     def __init__(self, host: HostStatus, own: str = "") -> None:
         self._host = host

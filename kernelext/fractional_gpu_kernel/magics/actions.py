@@ -1,11 +1,11 @@
-"""The actions of `%gpu`'s commands, including resizing by `%gpu` and `%%gpu`.
+"""The actions behind `%gpu`'s commands, including resizing with `%gpu` and `%%gpu`.
 
 A command is answered within its cell, unless it needs an idle kernel: `suspend`, `release` and `resize --later` are requested after the
 cell has ended (`broker_call.AfterCell`).
 
-`%gpu pin always` renews a pin until the pool refuses it (`StandingPin`). Each pin is short, so that a kernel that ends wastes little of its
-user's budget. If the broker does not answer, it suspends no kernel, so the renewal is retried. A refusal ends the renewals and is shown
-before the next cell.
+`%gpu pin always` keeps renewing a pin until the pool refuses (`StandingPin`). Each pin is short, so that little of the user's budget is
+wasted when the kernel ends. If the broker does not answer, it is not suspending kernels either, so the renewal is retried. If it refuses,
+renewing stops and a notice is shown.
 """
 
 import argparse
@@ -54,7 +54,7 @@ _GIVE_BACK_S = 10.0
 
 
 class Size(NamedTuple):
-    """A share in milli-GPU, with its memory in MiB. If the memory is None, it follows from `milli`."""
+    """A share in milli-GPU, with its memory in MiB. If the memory is None, it is derived from `milli`."""
 
     milli: int
     memory_mib: int | None
@@ -84,7 +84,7 @@ class Resizer:
             self._limits.refresh()
 
     def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
-        """Get at least the share in `text`, until `end` is called with the same `mark`. Raises RefusedError or KeyboardInterrupt."""
+        """Get at least the share given in `text`, until `end` is called with the same `mark`. Raises RefusedError or KeyboardInterrupt."""
         try:
             arguments = parse_burst(text)
             milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
@@ -120,7 +120,7 @@ class Resizer:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, *, silent: bool) -> None:
-        """End the request of this cell, and shrink the lease to the largest share that other cells request. Raises no broker errors."""
+        """End this cell's request, and shrink the lease to the largest share other cells still request. Never raises broker errors."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             is_owed = self._own is not None and (had_burst or not self._bursts)
@@ -193,7 +193,7 @@ class StandingPin:
         self._stop: threading.Event | None = None
 
     def start(self, pin: Callable[[int], LeaseStatus]) -> LeaseStatus:
-        """Pin the kernel now with `pin(duration_ms)`, and renew the pin until `stop`. Raises FractionalGPUError."""
+        """Pin the kernel now with `pin(duration_ms)`, and keep renewing the pin until `stop` is called. Raises FractionalGPUError."""
         for length_ms in _DURATIONS_MS:
             try:
                 status = pin(length_ms)
@@ -207,7 +207,7 @@ class StandingPin:
         return status
 
     def stop(self) -> None:
-        """End the renewals. The current pin is not removed."""
+        """Stop renewing. The current pin stays in place."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
@@ -227,7 +227,7 @@ class StandingPin:
 
 
 class Actions:
-    """The actions, one method for each command. They raise ArgumentsError, HelpRequested, FractionalGPUError or RefusedError."""
+    """The actions, one method per command. The methods raise ArgumentsError, HelpRequested, FractionalGPUError or RefusedError."""
 
     def __init__(self, kernel: "LeasedKernel") -> None:
         self._shell = kernel.shell

@@ -1,4 +1,4 @@
-"""The arguments of `%gpu`. One table of commands is used for the parser, the help and the completion. Each error is one sentence."""
+"""The arguments of `%gpu`. A single table of commands is used for parsing, help and completion. Each error is one sentence."""
 
 import argparse
 import os
@@ -178,11 +178,11 @@ MEASURE_NAME = "%%gpu measure"
 
 
 class ArgumentsError(Exception):
-    """The arguments are invalid. The text says what is allowed."""
+    """Raised if the arguments are invalid. The message says what is allowed."""
 
 
 class HelpRequested(Exception):  # noqa: N818 - not an error
-    """The user requested help with `-h`. The text is the help."""
+    """Raised if the user requests help with `-h`. The message is the help text."""
 
 
 class _Parser(argparse.ArgumentParser):

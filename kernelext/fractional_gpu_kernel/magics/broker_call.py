@@ -1,12 +1,12 @@
-"""Calls to the broker from `%gpu`, made immediately or after the cell has ended.
+"""Makes `%gpu`'s calls to the broker, either immediately or after the cell has ended.
 
-`call_broker` makes a call immediately. A separate thread makes the call and the cell's thread waits on a queue, so that an interrupt works
-at any time. An interrupt closes the connection, and the broker withdraws the request if it has not started it. If the broker does not
-answer, this is reported within 5 s, on the live line if there is one, or else as an error.
+`call_broker` makes a call immediately. A separate thread makes the call while the cell's thread waits on a queue, so it can be interrupted
+at any time. An interrupt closes the connection, and the broker withdraws the request unless it has already started it. If the broker does
+not answer, this is reported within 5 s, on the live line if there is one, otherwise as an error.
 
-`AfterCell` makes calls after the cell has ended, because a broker suspends or moves only an idle kernel. The command shows a note. When the
-cell has ended and its event loop has continued, a thread makes the call, and the result replaces the note. A subshell has its own loop, so
-its command does not wait for the main shell, whose cell may be at a breakpoint. The later of two contradictory commands wins.
+`AfterCell` makes calls after the cell has ended, because the broker only suspends or moves idle kernels. The command first shows a note.
+Once the cell has ended and its event loop has moved on, a thread makes the call, and the result replaces the note. A subshell has its own
+loop, so a command there does not wait for the main shell, where a cell may be at a breakpoint. The later of two conflicting commands wins.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def call_broker(
 ) -> T:
     """Make a call and return its result. If `revive` is set and no broker answers, start one first.
 
-    If the answer takes longer than a moment, `line` shows how this kernel waits for its new share. Raises FractionalGPUError or
+    If the answer takes more than a moment, `line` shows this kernel's wait for its new share. Raises FractionalGPUError or
     KeyboardInterrupt. After an interrupt, the connection is closed.
     """
     notes: SimpleQueue[object] = SimpleQueue()
@@ -140,7 +140,7 @@ class _PendingCall(Generic[T]):
 
 
 def close_soon(client: "BrokerClient") -> None:
-    """Close the client now and again soon, because its thread may just be opening a connection that the first `close` misses."""
+    """Close the client now, then again shortly afterwards, in case its thread is opening a connection that the first `close` misses."""
     client.close()
     again = threading.Timer(_AGAIN_S, client.close)
     again.daemon = True
@@ -157,9 +157,9 @@ class AfterCell:
         self._newest: dict[str, _DeferredRequest] = {}
 
     def request(self, kind: str, *calls: Call, note: str, failed: str, command: str) -> None:
-        """Show `note`, and make the calls when the cell has ended. Withdraw an earlier request of the same kind.
+        """Show `note`, and make the calls once the cell has ended. Withdraw any earlier request of the same kind.
 
-        Afterwards the sentence from the last call replaces the note. If a call fails, `failed` and the reason replace it.
+        The sentence returned by the last call then replaces the note. If a call fails, `failed` and the reason replace it.
         """
         self.withdraw(kind, command)
         self._newest[kind] = _DeferredRequest(
@@ -167,7 +167,7 @@ class AfterCell:
         )
 
     def withdraw(self, kind: str, command: str) -> None:
-        """Withdraw the request that `command` contradicts, unless the broker has started it."""
+        """Withdraw the request that `command` contradicts, unless the broker has already started it."""
         request = self._newest.pop(kind, None)
         if request is not None:
             request.withdraw(command)
@@ -247,7 +247,7 @@ class _DeferredRequest:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop of this thread. Return None in a terminal and in threads that cells have started."""
+    """Return this thread's event loop, or None in a terminal or in a thread started by a cell."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,14 +1,14 @@
-"""Runs the code of `%%gpu measure` in a separate process. A measurement starts several such processes, together or in turn.
+"""Runs the code of `%%gpu measure` in a separate process. A measurement starts several of these, in parallel or one by one.
 
     python -P cell_runner.py JOB
 
-JOB is a JSON file with `setup` (a list of names and sources), `cell` (a source) and `from_start`. Sources are plain Python after IPython's
-transformations.
+JOB is a JSON file with `setup` (a list of name and source pairs), `cell` (a source) and `from_start`. Sources are plain Python, after
+IPython's transformations.
 
-- The setup runs once, and then the cell runs repeatedly. The first run is a warm-up. Each later run is a unit of work, which `measure.tick`
-  reports after torch and CuPy have finished their work. A cell that calls `tick` itself counts its own units.
+- The setup runs once, then the cell runs repeatedly. The first run is a warm-up. Each later run is one unit of work, reported by
+  `measure.tick` once torch and CuPy have finished their work. A cell that calls `tick` itself counts its own units.
 - With `from_start`, the setup and the cell run only once, and the whole process is the unit of work.
-- All output except errors is dropped. `get_ipython()` works, but its `%gpu` magics do nothing.
+- All output except errors is discarded. `get_ipython()` works, but its `%gpu` magics do nothing.
 """
 
 import ast

@@ -1,6 +1,6 @@
-"""The magics `%gpu`, `%%gpu` and `%%cpu` in IPython. `actions` does the work, and is imported at the first use.
+"""The IPython magics `%gpu`, `%%gpu` and `%%cpu`. `actions` does the work, and is imported on first use.
 
-A cell that has only `%gpu` lines never waits for the GPU and never counts as running, so the gate can be shut while it runs.
+A cell that contains only `%gpu` lines never waits for the GPU and does not count as running, so the gate can be shut while it runs.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GPURequestError(Exception):
-    """The command is valid, but the broker or the policy of a pool refused it."""
+    """Raised if a valid command is refused by the broker or by a pool's policy."""
 
 
 class Magics:
@@ -60,7 +60,7 @@ class Magics:
         return Completer(self._kernel.settings)
 
     def gpu(self, line: str) -> None:
-        """Show and steer this kernel's share of a GPU.
+        """Show and control this kernel's share of a GPU.
 
         %gpu                     this kernel's share: memory, state, neighbours
         %gpu resize 1/2          another share, without a restart (request: and wait for the GPU)
@@ -85,7 +85,7 @@ class Magics:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
 
         The cell waits for its share as it does for the GPU. The share is given back even if the cell fails or is interrupted.
-        %%gpu measure finds out instead which share is enough for the cell, in separate processes; see %gpu help measure.
+        %%gpu measure instead finds out which share is enough for the cell, in separate processes; see %gpu help measure.
 
         With a FRACTION, only `run_cell_magic` calls this method, because a `%%gpu` line in a notebook is removed earlier.
         """

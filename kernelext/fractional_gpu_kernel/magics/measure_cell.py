@@ -1,8 +1,8 @@
-"""`%%gpu measure`, which finds out what share of a GPU is enough for the code of a cell.
+"""`%%gpu measure`, which finds out what share of a GPU is enough for a cell's code.
 
-The code runs as in `jupyter gpu measure`, in separate processes with separate leases. These do not have the variables of this kernel, so
-`--setup` names the cells that define the variables. The measurement is a child process in a separate session. It gets the kernel's
-interrupts only from this module, and it ends with its standard input when the kernel ends.
+The code runs as in `jupyter gpu measure`, in separate processes with separate leases. They do not have this kernel's variables, so
+`--setup` names the cells that define them. The measurement is a child process in its own session. It receives the kernel's interrupts only
+through this module, and exits when its standard input closes because the kernel has ended.
 """
 
 import argparse
@@ -58,8 +58,8 @@ class MeasurementView(View):
 def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped
     """Measure the cell's code. Show the progress and then the result.
 
-    Raises ArgumentsError, SyntaxError, or RefusedError if nothing could be measured. After an interrupt, this raises KeyboardInterrupt when
-    all processes have ended and the result so far has been shown.
+    Raises ArgumentsError, SyntaxError, or RefusedError if nothing could be measured. After an interrupt, raises KeyboardInterrupt once all
+    processes have ended and the results so far have been shown.
     """
     job = {
         "setup": _setup(shell, arguments.setup),
@@ -111,7 +111,7 @@ def _setup(shell: Any, text: str | None) -> list[tuple[str, str]]:  # noqa: ANN4
 
 
 def setup_numbers(text: str, *, last: int) -> list[int]:
-    """Parse a list such as `1-3,5`, and return the execution numbers in this order. `last` is the newest number. Raises ArgumentsError."""
+    """Parse a list such as `1-3,5`, and return the execution numbers in that order. `last` is the newest number. Raises ArgumentsError."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

@@ -1,10 +1,10 @@
-"""The Jupyter server extension, which gives JupyterLab the broker's status of the kernels of this server.
+"""The Jupyter server extension, which relays the broker's view of this server's kernels to JupyterLab.
 
-- There is one subscription to the broker per server. Browsers get changes from Jupyter's event stream and never poll. Idle cullers do not
-  count this as activity.
-- It sends no messages to kernels, so that only the user's cells make a kernel busy.
-- It shows and controls only the kernels of this server, although the broker would let this uid control others, too.
-- It starts no broker, and it also works without a broker.
+- Each server has one subscription to the broker. Browsers receive changes through Jupyter's event stream instead of polling. Idle cullers
+  do not treat this as activity.
+- It sends no messages to kernels, so only the user's cells make a kernel busy.
+- It shows and controls only this server's kernels, even though the broker would let this uid control others.
+- It does not start a broker, and works without one.
 """
 
 from typing import TYPE_CHECKING

@@ -264,7 +264,7 @@ class FractionalGPUApp(ExtensionApp):
         return state(self._status, set(self.serverapp.kernel_manager.list_kernel_ids()))
 
     def lease_of(self, kernel_id: str) -> LeaseStatus:
-        """Return the lease of the kernel. Raises NotFoundError if there is no such kernel, and ConflictError if it has no lease."""
+        """Return the kernel's lease. Raises NotFoundError if this server has no such kernel, and ConflictError if it has no lease."""
         if not self._is_ours(kernel_id):
             raise NotFoundError("this server has no such kernel; it may have been shut down", reason="unknown-kernel")
         leases = self._status.leases if self._status is not None else []
@@ -274,7 +274,7 @@ class FractionalGPUApp(ExtensionApp):
         raise ConflictError(f"this kernel has no GPU lease at the moment; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
-        """Return the lease's token if the kernel's provisioner has it, otherwise the token of this server's seat.
+        """Return the lease's token if the kernel's provisioner has one, otherwise the token of this server's seat.
 
         Raises FractionalGPUError.
         """
@@ -291,7 +291,7 @@ class FractionalGPUApp(ExtensionApp):
         return kernel_id in self.serverapp.kernel_manager
 
     def _spare_holders(self) -> None:
-        """Make this server and its kernels with GPU state look active to idle cullers, if the broker is set to end idle kernels itself."""
+        """If the broker culls idle kernels itself, make this server and its kernels with GPU state look active to other cullers."""
         if self._status is None or not self._status.culls_idle:
             return
         for lease in self._status.leases:
@@ -305,7 +305,7 @@ class FractionalGPUApp(ExtensionApp):
         self._emit_state()
 
     def _lost(self, error: FractionalGPUError) -> None:
-        """Clear the status after the connection is lost. A new broker does not announce itself, so `follow` keeps trying."""
+        """Clear the status after the connection is lost. `follow` keeps reconnecting, because a new broker does not announce itself."""
         if error.reason not in {"no-broker", "hung-up"} and str(error) != self._complaint:
             self._complaint = str(error)
             log.info("GPU status: %s", error)
@@ -320,7 +320,7 @@ class FractionalGPUApp(ExtensionApp):
             self.serverapp.event_logger.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
-        """Send the new state when a kernel starts, restarts or ends. Also show the kernel's notice, if it has one."""
+        """Emit the new state when a kernel starts, restarts or ends, along with the kernel's notice, if any."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
             for _ in range(_LISTING_STEPS):  # the kernel manager lists the kernel a moment after this event

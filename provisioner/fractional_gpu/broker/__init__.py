@@ -1,1 +1,1 @@
-"""The broker's event loop. It turns what happens on the host into events for the arbiter, and carries out the arbiter's effects."""
+"""The broker's event loop, which turns what happens on the host into arbiter events and carries out the effects the arbiter returns."""

@@ -1,6 +1,6 @@
 """Runs a broker: `python -m fractional_gpu.broker [--detach | --check] OPTIONS-AS-JSON`.
 
-Brokers use this to start other brokers. People use `jupyter gpu broker`. `--check` only reads the configuration.
+Brokers use this to start other brokers; people use `jupyter gpu broker`. `--check` only tests whether the configuration can be read.
 """
 
 import gc
@@ -13,10 +13,7 @@ from typing import NoReturn
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process without the interpreter's teardown, which would take a fifth of a broker's start-up time.
-
-    The operating system frees all resources.
-    """
+    """Exit without interpreter teardown, which would take a fifth as long as starting a broker. The system frees everything anyway."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # its reader has ended

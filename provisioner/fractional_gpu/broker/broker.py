@@ -1,8 +1,8 @@
-"""Turns events into arbiter calls and carries out the effects that the arbiter returns.
+"""Turns events into arbiter calls and carries out the effects the arbiter returns.
 
 The broker does not decide who holds a GPU. It manages what the arbiter does not know about: processes, IOPub, extensions, tokens, the
-ledger and the checkpoint worker. All methods run on one event loop. Effects that take time (such as a suspend, a resume or another look at
-the processes) run as tasks, and their results come back as events.
+ledger and the checkpoint worker. All methods run on one event loop. Effects that take time (such as suspending or resuming a kernel, or
+looking at its processes again) run as tasks, and their results come back as events.
 """
 
 import asyncio
@@ -105,9 +105,10 @@ class Broker:
         files: LeaseFiles | None = None,
         context_sizes: ContextSizes | None = None,
     ) -> None:
-        """Manage `devices`, which maps ids to devices.
+        """Manage `devices`, a mapping from ids to devices.
 
-        Lease records are also written to `files`. `context_sizes` holds what earlier brokers learned about the size of CUDA contexts.
+        Backup copies of lease records are written to `files`. `context_sizes` contains the sizes of CUDA contexts that earlier brokers
+        observed.
         """
         self.arbiter = arbiter
         self.monitor = monitor
@@ -154,7 +155,7 @@ class Broker:
         self.operations = Operations(self, swaps)
 
     def dispatch(self, event: Event) -> list[Effect]:
-        """Hand an event to the arbiter, carry out the effects that it returns, and return them to the caller."""
+        """Pass an event to the arbiter, carry out the resulting effects, and return them."""
         effects = self.arbiter.handle(event)
         self.metrics.saw(event, effects)
         self._tickets = None
@@ -173,7 +174,7 @@ class Broker:
         return effects
 
     def ask(self, event: PinRequested | MoveRequested, about: str) -> Declined | None:
-        """Dispatch a request that the arbiter answers at once. Return its refusal, or None if the arbiter agreed."""
+        """Dispatch a request the arbiter answers at once. Return the refusal, or None if the request was granted."""
         for effect in self.dispatch(event):
             if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, about):
                 return effect
@@ -272,7 +273,7 @@ class Broker:
 
     @staticmethod
     def announce_deadline(kernel: Kernel, sentence: str) -> None:
-        """Tell the user of a kernel or command that its GPU or host will become unavailable, or that it stays after all."""
+        """Tell the user of a kernel or command that its GPU or host will become unavailable, or will stay available after all."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True, topic="deadline")
         elif kernel.launch.command:
@@ -280,15 +281,15 @@ class Broker:
             kernel.notify()
 
     def open_gate(self, kernel: Kernel) -> None:
-        """Let the kernel's cells run if the kernel may use its devices and the arbiter does not make its cells wait."""
+        """Let the kernel's cells run if it may use its devices and the arbiter is not making its cells wait."""
         device_ids, view = self.records.may_use(kernel), self.arbiter.lease(kernel.lease_id)
         if device_ids and kernel.link is not None and view is not None and not view.gate_closed:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _cell_began(self, kernel: Kernel) -> None:
-        """Handle a cell that began although its kernel should keep cells waiting.
+        """Handle a cell that started although its kernel should have kept it waiting.
 
-        This happens if the kernel has no extension, or if the command to keep cells waiting came too late or was cancelled by a grant.
+        This happens if the kernel has no extension, or if the command to keep cells waiting arrived too late or was overridden by a grant.
         """
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
@@ -402,7 +403,7 @@ class Broker:
         return self.costs.of_user(kernel.uid)
 
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
-        """Return the ZeroMQ context that reaches the kernel's sockets.
+        """Return a ZeroMQ context that can reach the kernel's sockets.
 
         If the broker is not permitted to enter the kernel's network namespace, record this in the lease's history and return None.
         """
@@ -442,10 +443,7 @@ class Broker:
             self.request_on_behalf(kernel)
 
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Handle the end or imminent replacement of the kernel's process.
-
-        The kernel's memory is free only once all its processes have ended.
-        """
+        """Handle a process that has ended or is about to be replaced. The kernel's memory is not free until all its processes are gone."""
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
@@ -466,7 +464,7 @@ class Broker:
         kernel.notify()
 
     def end_burst(self, kernel: Kernel) -> None:
-        """Restore the lease's size if the kernel ended while it had a larger size for one cell."""
+        """Restore the lease's normal size if the kernel ended while the lease was enlarged for one cell."""
         if kernel.requests.size_before_burst is not None:
             own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
@@ -530,7 +528,7 @@ class Broker:
             )
 
     def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
-        """Record that a signal or a debugger stopped the process, or that the process continues. A stopped process stays on its device."""
+        """Record that a signal or debugger has stopped the process, or that it has continued. A stopped process stays on its device."""
         identity = kernel.identity
         if identity is None or stopped == bool(kernel.stopped):
             return
@@ -549,7 +547,7 @@ class Broker:
             self.dispatch(LeasesMeasured(at_ms=now_ms(), measurements=(one,)))
 
     def request_on_behalf(self, kernel: Kernel) -> None:
-        """File a ticket for a kernel that has not requested the GPU, or cannot."""
+        """File a ticket on behalf of a kernel that has not requested the GPU or cannot do so."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.revoked or kernel.cell.ticket_by_broker:
             return
@@ -559,7 +557,7 @@ class Broker:
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def ticket(self, lease_id: str) -> TicketView | None:
-        """Return the lease's place in the queue. The answer is cached until the next event, but for at most a second."""
+        """Return the lease's ticket with its place in the queue, or None. Tickets are cached until the next event, for at most a second."""
         at_ms = now_ms()
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()

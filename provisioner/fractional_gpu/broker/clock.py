@@ -1,6 +1,6 @@
 """The broker's clocks and rate limits.
 
-Decisions use `now_ms`, dates use `wall_ms`, and deadlines that outlast the broker use `DeadlineClock`.
+Use `now_ms` for decisions, `wall_ms` for dates, and `DeadlineClock` for deadlines that outlast the broker.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ def now_ms() -> int:
 
 
 def wall_ms() -> int:
-    """Return the wall-clock time in ms, which the ledger records because it survives a reboot.
+    """Return the wall-clock time in ms since 1970. The ledger records this time because it stays meaningful after a reboot.
 
-    No decision may depend on it, because the wall clock can be set.
+    Decisions must not depend on it, because the wall clock can be changed.
     """
     return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The clocks of a recorder, in milliseconds: `now` and `wall` as above, and `boot` since boot."""
+    """The clocks used by a recorder, in milliseconds: `now` and `wall` are as above, and `boot` is the time since boot."""
 
     now: Callable[[], int] = now_ms
     wall: Callable[[], int] = wall_ms
@@ -60,10 +60,10 @@ class _BootStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadlineClock:
-    """The clock for the deadlines of pins and unconfirmed seats. It survives broker restarts and reboots.
+    """The clock for the deadlines of pins and unconfirmed seats. It keeps running across broker restarts and reboots.
 
-    Its time is in milliseconds since 1970. Because setting the wall clock must not end a pin, the wall clock is read only once per boot.
-    `start_ms` is the time of the boot according to that reading, and is kept in the ledger.
+    Its time is in milliseconds since 1970. The wall clock is read only once per boot, because changing it must not end a pin. `start_ms` is
+    the boot time according to that reading, and is kept in the ledger.
     """
 
     def __init__(self, start_ms: int, clocks: Clocks = CLOCKS) -> None:

@@ -1,11 +1,13 @@
-"""Limits the load that users put on the broker. Each user has one budget for all requests, so that no user can monopolize the broker.
+"""Limits the load users can put on the broker. Each user has a single budget for all requests, so no user can monopolize the broker.
 
-- An account belongs to a seat if a token or a control group proves the seat, and otherwise to a user. It pays for the processor time that
-  the user's work takes on the loop (`metered`) and in threads (`lanes.PAYER`), and for each request, message and byte. Elapsed time costs
-  nothing, so a slow machine does not overdraw any account.
-- An account gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. While it is overdrawn, it waits, and the broker reads
-  only the heads of its requests, and no messages of its kernels. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
-- Requests that others may be waiting for (an extension's answer, the end of a lease) are served until the account owes `COST_RESERVE_S`.
+- An account belongs to a seat if a token or control group identifies one, and otherwise to a user. It is charged for the processor time the
+  user's work takes on the event loop (`metered`) and in threads (`lanes.PAYER`), and for each request, message and byte. Elapsed time is
+  free, so a slow machine does not overdraw any account.
+- An account is credited with `COST_SHARE` of a processor, and can save up to `COST_BURST_S`. While it is overdrawn, it waits: the broker
+  reads only its requests' headers, and none of its kernels' messages. Waiting requests are served in order, and all waiting accounts share
+  `COST_SHARE_OF_ALL`.
+- Requests that others may be waiting for (an extension's answer, the end of a lease) are still served until the account owes
+  `COST_RESERVE_S`.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ _KEPT: Final = 1024  # accounts; full balances are forgotten beyond this number,
 
 
 class Account:
-    """One account. Only the event loop uses it. `name` identifies the payer in messages. If `exempt`, it pays nothing and never waits."""
+    """One account, for use on the event loop. `name` identifies the payer in messages. If `exempt`, it pays nothing and never waits."""
 
     def __init__(self, name: str, *, crowd: "set[Account] | None" = None, exempt: bool = False) -> None:
         self.name = name
@@ -53,7 +55,7 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the account owes `COST_RESERVE_S` or more. Nothing is then read for it. Every read checks this, so it must be cheap."""
+        """Whether the account owes so much (`COST_RESERVE_S`) that nothing is read for it. Checked on every read, so it must be cheap."""
         return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property
@@ -82,7 +84,7 @@ class Account:
         self._turns = 0
 
     async def turn(self, *, reserved: bool = False) -> None:
-        """Wait for the account's turn. Cancellation loses the place in the queue."""
+        """Wait for the account's turn. If cancelled, the caller loses its place in the queue."""
         if self.take_turn(reserved=reserved):
             return
         turn = asyncio.get_running_loop().create_future()
@@ -156,7 +158,7 @@ class Costs:
 
 
 class _Metered:
-    """Awaits a coroutine, and calls `charge` with the processor time of each of its steps."""
+    """An awaitable that runs a coroutine and calls `charge` with the processor time of each step."""
 
     def __init__(self, work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> None:
         self._work = work
@@ -180,6 +182,6 @@ class _Metered:
 
 
 async def metered(work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> T:
-    """Return the work's result, and call `charge` with the processor time of each of its steps. Cancellation cancels the work."""
+    """Return the work's result, calling `charge` with the processor time of each step. Cancellation cancels the work."""
     result: T = await _Metered(work, charge)
     return result

@@ -1,6 +1,6 @@
-"""Thread pools for blocking work, one for each kind, so that users' requests cannot delay suspends and resumes.
+"""Thread pools for blocking work, one for each kind of work, so that users' requests cannot delay suspends and resumes.
 
-Work that no request causes (samples, files, forecasts) runs in the loop's default executor.
+Work not triggered by a request (samples, files, forecasts) runs in the loop's default executor.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 PAYER: Final[ContextVar[Callable[[float], None] | None]] = ContextVar("payer", default=None)
-"""Charges the running task for blocking work, in seconds of processor time. None means that the work is free."""
+"""Charges the running task for blocking work, in seconds of processor time. None means the work is free."""
 
 
 class Lane:
@@ -37,7 +37,7 @@ class Lane:
         return self._threads
 
     async def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `act` in a thread and return its result. `PAYER` pays for the processor time. Cancellation does not stop `act`."""
+        """Run `act` in a thread and return its result. `PAYER` is charged for the processor time. Cancellation does not stop `act`."""
         loop, charge = asyncio.get_running_loop(), PAYER.get()
 
         def work() -> T:
@@ -54,11 +54,11 @@ class Lane:
 SWAPS: Final = Lane(4, "swap")
 """Suspends and resumes kernels, and inspects their processes."""
 ATTACHING: Final = Lane(4, "attach")
-"""Checks the processes and connections that users name."""
+"""Checks processes and connections named by clients."""
 QUESTIONS: Final = Lane(1, "question")
-"""Computes answers that take time."""
+"""Computes answers that take a while."""
 TOKENS: Final = Lane(1, "token-files")
-"""Removes clients' files, whose filesystems may hang."""
+"""Removes clients' files from filesystems that may hang."""
 
 
 def start_lanes() -> None:

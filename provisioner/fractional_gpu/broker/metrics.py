@@ -1,11 +1,11 @@
-"""Metrics for Prometheus. Every event and effect of the arbiter passes through here.
+"""Prometheus metrics. Every event handled by the arbiter and every effect it returns passes through here.
 
-- `COUNTED` lists the metrics that are counted here. `metrics_routes.BOOK_METRICS` lists the metrics that are read from the arbiter's state
-  at each scrape. docs/metrics.md is generated from these two lists.
-- Labels come from the configuration and from sets in the code, never from users, leases, kernels or paths. Metrics with users in their
-  labels are in `full_registry` only (`accounting.counters`).
-- Counters with known labels start at 0, because Prometheus sees no increase in a counter that appears with the value 1.
-- A wait lasts from the first request to the grant. It counts as 0 s for a kernel that is already on its device.
+- `COUNTED` lists the metrics counted here, and `metrics_routes.BOOK_METRICS` lists those read from the arbiter's state at each scrape.
+  docs/metrics.md is generated from these two lists.
+- Labels come from the configuration and from fixed sets in the code, not from users, leases, kernels or paths. The exceptions are metrics
+  labelled with user names, which are in `full_registry` only (`accounting.counters`).
+- Counters whose labels are known in advance start at 0, because Prometheus sees no increase in a counter that first appears as 1.
+- A wait is measured from the first request to the grant. It is recorded as 0 s for a kernel that is already on its device.
 """
 
 import asyncio
@@ -84,9 +84,9 @@ COUNTED = (
 
 
 class Metrics:
-    """One broker's counters, used on its loop.
+    """One broker's counters, for use on its event loop.
 
-    Every peer may read `registry`. Only administrators and the TCP address may read `full_registry`.
+    Any peer may read `registry`. `full_registry` is served only to administrators and on the TCP address.
     """
 
     def __init__(self, arbiter: Arbiter) -> None:
@@ -120,7 +120,7 @@ class Metrics:
             self._of("cap_breaches", action=action.value)
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Count an event and its effects. This costs one dictionary lookup for each of them."""
+        """Count an event and its effects. This costs one dictionary lookup for each."""
         now_s = time.monotonic()
         match event:
             case Wanted(lease_id=lease_id):

@@ -1,4 +1,4 @@
-"""Functions that wait for the GPU outside Jupyter, or claim room for programs that the broker does not know."""
+"""Waits for the GPU outside Jupyter, and claims room for programs that the broker does not know about."""
 
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -23,14 +23,14 @@ _Waiting = Callable[[Progress], None]
 def take_claim(
     request: LeaseRequest, wait_ms: int | None = None, waiting: _Waiting = lambda _: None
 ) -> "tuple[LeaseStatus, DeviceStatus, Mapping[str, str]]":
-    """Claim room on a device for programs of this user, until `request.ttl_ms` has passed or the process `request.holder_pid` ends.
+    """Claim room on a device for this user's programs, until `request.ttl_ms` has passed or the process `request.holder_pid` exits.
 
-    Start a broker if none is running. Wait up to `wait_ms` for room (None for no limit), and call `waiting` with each line of progress.
-    Return the claim, its device, and the variables that bind a program to this device. `BrokerClient.pin` changes when the claim ends, and
-    `BrokerClient.release` ends it.
+    Start a broker if none is running. Wait up to `wait_ms` for room (None for no limit), and call `waiting` with each progress report.
+    Return the claim, its device, and the variables that bind a program to this device. Use `BrokerClient.pin` to change when the claim
+    ends, and `BrokerClient.release` to end it early.
 
-    Raises the protocol's errors, such as NoRoomError (reason `timeout`) if there is no room in time. After an error or an interrupt there
-    is no claim.
+    Raises the protocol's errors, such as NoRoomError (reason `timeout`) if no room becomes free in time. After an error or an interrupt, no
+    claim remains.
     """
     seat = own_seat()
     request = replace(request, kind=CLAIM, seat="" if seat is None else seat.seat_id)
@@ -48,7 +48,7 @@ def take_claim(
 
 
 def await_grant(client: BrokerClient, lease_id: str, wait_ms: int | None, waiting: _Waiting) -> Progress:
-    """Wait until the lease has the GPU. If the broker ends meanwhile, restart it.
+    """Wait until the lease has the GPU. If the broker exits in the meantime, restart it.
 
     Raises NoRoomError, or BrokerUnavailableError if no broker can be reached.
     """

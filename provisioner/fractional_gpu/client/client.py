@@ -1,6 +1,6 @@
-"""The synchronous client of the lease API, for kernels, provisioners, spawners and commands.
+"""The synchronous client for the lease API, used by kernels, provisioners, spawners and commands.
 
-- Every error is one of those in `fractional_gpu.protocol.errors`. BrokerUnavailableError means that no broker answers, that the connection
+- Every error is one of those in `fractional_gpu.protocol.errors`. BrokerUnavailableError means that no broker answered, that the connection
   broke, or that a wait took too long. A rate-limited call is retried for up to `timeout_s`.
 - Threads may share a client, because each call has its own connection. After a fork, the child does not touch its parent's connections.
 - An interrupt (KeyboardInterrupt, or closing a generator) closes the connection, and the broker then withdraws any ticket.
@@ -68,8 +68,8 @@ class BrokerClient:
     """Talks to the broker at `socket_path`. It connects only when a method is called.
 
     Pass the lease's `token`, or None to act with the rights of this process's user. `timeout_s` limits each wait for an answer, except in
-    calls that wait for the GPU (their docstrings say so). `acting_for` names the administrator for whom a program calls, for the broker's
-    audit log. Raises BadRequestError if this name is invalid.
+    calls that wait for the GPU (see their docstrings). `acting_for` is the name of the administrator a program is acting for, to be
+    recorded in the broker's audit log. Raises BadRequestError if this name is invalid.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BrokerClient:
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
     def because_of(self, cause: str) -> Self:
-        """Set the cause of later requests, such as "`%gpu suspend`", which `story` shows later. Return the client."""
+        """Set the cause that `story` will show for later requests, such as "`%gpu suspend`". Return the client."""
         self._headers[CAUSE] = cause
         return self
 
@@ -103,8 +103,8 @@ class BrokerClient:
     ) -> Reply:
         """Call a route once and return its reply. `about` is the lease, seat, device or pool in the route's path.
 
-        Wait `timeout_s` (by default the client's) plus the time that the route or the request's `wait_ms` gives the broker. Raises the
-        errors of `fractional_gpu.protocol.errors`.
+        Wait `timeout_s` (the client's by default) plus the time that the route or the request's `wait_ms` allows the broker. Raises the
+        errors in `fractional_gpu.protocol.errors`.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         with closing(self._payloads(route, request, about, timeout_s, timeout_s + _wait_s(route, request))) as payloads:
@@ -113,7 +113,7 @@ class BrokerClient:
     def stream(
         self, route: Route[Request, Reply], request: Request | None = None, about: str = "", *, silence_s: float
     ) -> Generator[Reply, None, None]:
-        """Yield the lines of a route until the broker ends the stream. Each line must arrive within `silence_s` seconds.
+        """Yield the lines of a route's reply until the broker ends the stream. Each line must arrive within `silence_s` seconds.
 
         Closing the generator closes the connection. Raises the same errors as `call`.
         """
@@ -126,7 +126,7 @@ class BrokerClient:
         return self.call(routes.PING, timeout_s=timeout_s)
 
     def status(self, *, fresh: bool = False) -> "HostStatus":
-        """Return the devices, the pools and the leases that this user may see. `fresh` makes the broker sample the devices first."""
+        """Return the devices, pools and leases this user may see. With `fresh`, the broker samples the devices first."""
         return self.call(routes.STATUS, FreshQuery(fresh=fresh))
 
     def capacity(self) -> "Capacity":
@@ -134,7 +134,7 @@ class BrokerClient:
         return self.call(routes.CAPACITY)
 
     def events(self) -> Iterator["HostStatus"]:
-        """Yield the `status` at once and after each change. Blocks between changes. Raises BrokerUnavailableError."""
+        """Yield the `status` at once and again after each change. Blocks between changes. Raises BrokerUnavailableError."""
         status: HostStatus | None = None
         with closing(
             self._payloads(routes.EVENTS, None, "", self.timeout_s, max(self.timeout_s, _SILENCE_S))
@@ -149,23 +149,23 @@ class BrokerClient:
         return self.call(routes.CREATE, request)
 
     def lease(self, lease_id: str, *, fresh: bool = False) -> "LeaseStatus":
-        """Return one lease. `fresh` makes the broker sample the lease's devices first. Raises NotFoundError."""
+        """Return one lease. With `fresh`, the broker samples the lease's devices first. Raises NotFoundError."""
         return self.call(routes.SHOW, FreshQuery(fresh=fresh), lease_id)
 
     def release(self, lease_id: str) -> None:
-        """End a lease. Do nothing if it has ended."""
+        """End a lease. Do nothing if it has already ended."""
         self.call(routes.RELEASE, about=lease_id)
 
     def end_left(self, lease_id: str) -> None:
-        """End the processes that a lease's kernel left behind, and wait until their device memory is free. Raises ConflictError."""
+        """End the processes a lease's kernel left behind, and wait until their device memory is free. Raises ConflictError."""
         self.call(routes.END, about=lease_id)
 
     def attach(self, lease_id: str, request: AttachRequest) -> "LeaseStatus":
-        """Report the lease's process and its Jupyter connection, to which the broker listens."""
+        """Report the lease's process, and its Jupyter connection for the broker to listen to."""
         return self.call(routes.ATTACH, request, lease_id)
 
     def detach(self, lease_id: str) -> None:
-        """Report that the lease's process has ended or is about to be replaced."""
+        """Report that the lease's process has exited or is about to be replaced."""
         self.call(routes.DETACH, about=lease_id)
 
     def suspend(self, lease_id: str) -> "LeaseStatus":
@@ -177,34 +177,34 @@ class BrokerClient:
         return self.call(routes.RESUME, request, lease_id)
 
     def expect(self, lease_id: str, request: ExpectRequest) -> None:
-        """Report a sign that the lease will run a cell soon. Raises BadRequestError."""
+        """Report a sign that the lease will soon run a cell. Raises BadRequestError."""
         self.call(routes.EXPECT, request, lease_id)
 
     def pin(self, lease_id: str, request: PinRequest) -> "LeaseStatus":
-        """Keep the lease resident for a while, replacing any earlier pin. Raises ConflictError with the limit."""
+        """Keep the lease resident for a while, replacing any earlier pin. Raises ConflictError, with the limit if it would be exceeded."""
         return self.call(routes.PIN, request, lease_id)
 
     def unpin(self, lease_id: str) -> "LeaseStatus":
-        """End the pin. Do nothing if the lease is not pinned."""
+        """Remove the pin. Do nothing if the lease is not pinned."""
         return self.call(routes.UNPIN, about=lease_id)
 
     def resize(self, lease_id: str, request: ResizeRequest) -> "LeaseStatus":
-        """Resize the lease within `request.wait_ms`. A later `resize` replaces this one. Raises ConflictError or NoRoomError."""
+        """Resize the lease, waiting up to `request.wait_ms`. A later `resize` replaces this one. Raises ConflictError or NoRoomError."""
         return self.call(routes.RESIZE, request, lease_id)
 
     def move(self, lease_id: str, request: MoveRequest) -> "LeaseStatus":
-        """Move an idle kernel to another device, waiting up to an hour. Only for administrators."""
+        """Move an idle kernel to another device, waiting up to an hour. For administrators only."""
         return self.call(routes.MOVE, request, lease_id)
 
     def evict(self, lease_id: str, request: EvictRequest) -> None:
-        """End the kernel and its lease. The kernel's variables are lost. Only for administrators.
+        """End the kernel and its lease. The kernel's variables are lost. For administrators only.
 
-        Raises BadRequestError without `confirm`.
+        Raises BadRequestError unless the request has `confirm` set.
         """
         self.call(routes.EVICT, request, lease_id)
 
     def story(self, lease_id: str) -> "Story":
-        """Return the reasons for everything that happened to the lease."""
+        """Return everything that has happened to the lease, with the reasons."""
         return self.call(routes.STORY, about=lease_id)
 
     def history(self, lease_id: str) -> "History":
@@ -212,11 +212,11 @@ class BrokerClient:
         return self.call(routes.HISTORY, about=lease_id)
 
     def cost(self, lease_id: str) -> "Cost":
-        """Return the use and the costs of the lease and its user."""
+        """Return the usage and costs of the lease and of its user."""
         return self.call(routes.COST, about=lease_id)
 
     def others(self, lease_id: str, last_ms: int, without: Sequence[str] = ()) -> OthersUse:
-        """Return how others used the lease's device in the last `last_ms` (at most a minute). Leases in `without` do not count."""
+        """Return how much others used the lease's device in the last `last_ms` (at most a minute), ignoring the leases in `without`."""
         return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, without=",".join(without)), lease_id)
 
     def usage(
@@ -228,37 +228,38 @@ class BrokerClient:
         *,
         advice: bool = False,
     ) -> "UsageReport":
-        """Return the sums of use that this user may see, as described in `UsageQuery`. Raises BadRequestError."""
+        """Return the usage totals this user may see, as described in `UsageQuery`. Raises BadRequestError."""
         from fractional_gpu.protocol.accounts import UsageQuery  # noqa: PLC0415 - few kernels ask
 
         query = UsageQuery(by=",".join(by), since_s=since_s, until_s=until_s, advice=advice, **(only or {}))
         return self.call(routes.USAGE, query)
 
     def budgets(self) -> "BudgetList":
-        """Return the budgets that this user may see."""
+        """Return the budgets this user may see."""
         return self.call(routes.BUDGETS)
 
     def extend_budget(self, request: "BudgetExtension") -> "BudgetList":
-        """Give a user or a group more budget. Only for administrators."""
+        """Give a user or a group more budget. For administrators only."""
         return self.call(routes.EXTEND_BUDGET, request)
 
     def drain(self, device: str, request: DrainRequest) -> "DeviceStatus":
-        """Begin to empty a device, named by its id, the beginning of its id, or its number. Only for administrators."""
+        """Begin draining a device, given its id, the beginning of its id, or its number. For administrators only."""
         return self.call(routes.DRAIN, request, device)
 
     def undrain(self, device: str) -> "DeviceStatus":
-        """Use a drained device again. Do nothing if it is not drained. Only for administrators."""
+        """Put a drained device back into use. Do nothing if it is not drained. For administrators only."""
         return self.call(routes.UNDRAIN, about=device)
 
     def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the lease's progress while it waits for the GPU. The last line is `granted` or `refused`.
 
-        Closing the generator withdraws the ticket. Each wait ends after `request.wait_ms` plus `timeout_s`. Raises BrokerUnavailableError.
+        Closing the generator withdraws the ticket. Each line may take `request.wait_ms` plus `timeout_s` to arrive. Raises
+        BrokerUnavailableError.
         """
         return self.wait(routes.ACQUIRE, request, lease_id)
 
     def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
-        """Like `acquire`, but continue after `granted`. The lease is in use until the generator or the client is closed.
+        """Acquire the GPU as `acquire` does, but continue after `granted`. The lease is in use until the generator or the client is closed.
 
         If the lease is preempted, the stream reports this and the lease waits again. The stream ends with `refused`. Raises
         BrokerUnavailableError.
@@ -266,28 +267,28 @@ class BrokerClient:
         return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_UNLIMITED_S)
 
     def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
-        """Yield the state and the notices of a `jupyter gpu run` command as they change, until its lease ends. Blocks between changes."""
+        """Yield the state and notices of a `jupyter gpu run` command as they change, until its lease ends. Blocks between changes."""
         return self.stream(routes.FOLLOW, about=lease_id, silence_s=_UNLIMITED_S)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
-        """Yield the broker's commands for this kernel's gate, until the broker ends the stream. Blocks between commands.
+        """Yield the broker's commands for this kernel's gate until the broker ends the stream. Blocks between commands.
 
-        A command with an empty verb keeps the stream alive. Reading it proves to the broker that Python runs. For this reason the socket
-        has a timeout, which makes Python poll before each read; without a timeout, the system call would read while Python is blocked.
+        A command with an empty verb keeps the stream alive. Reading it proves to the broker that Python is running. That is why the socket
+        has a timeout: it makes Python poll before each read. Without one, the system call would read even while Python is blocked.
         """
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
-        """Answer one command of the broker to the gate, or report what the cells do."""
+        """Answer one of the broker's commands to the gate, or report what the cells are doing."""
         self.call(routes.ANSWER, answer, lease_id)
 
     def close(self) -> None:
-        """Abort all running calls, which raise BrokerUnavailableError. The client can still be used."""
+        """Abort all running calls, which then raise BrokerUnavailableError. The client can still be used."""
         for call in list(self._active):
             call.give_up()
 
     def wait(self, route: Route[Request, Line], request: Request, about: str = "") -> Generator[Line, None, None]:
-        """Yield the lines of a route up to `granted` or `refused`. Raises BrokerUnavailableError if the stream ends earlier."""
+        """Yield the lines of a route's reply up to `granted` or `refused`. Raises BrokerUnavailableError if the stream ends earlier."""
         silence_s = self.timeout_s + _wait_s(route, request)
         with closing(self.stream(route, request, about, silence_s=silence_s)) as lines:
             for line in lines:
@@ -338,7 +339,7 @@ def _wait_s(route: Route[Any, Any], request: object) -> float:
 
 
 def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, bytes | None]:  # noqa: ANN401 - the route's
-    """Return the target and the body of a request. A GET has a query, and every POST has a body. Raises BadRequestError."""
+    """Return a request's target and body. A GET request may have a query, and a POST request always has a body. Raises BadRequestError."""
     before, placeholder, after = route.path.partition("{")
     target = before + quote(about, safe="") + after.partition("}")[2] if placeholder else before
     if route.method == "GET":
@@ -353,9 +354,9 @@ def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, byte
 
 
 def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
-    """Return the new status after a line of events.
+    """Apply a line of events to `status`, and return the new status.
 
-    The first line is the status itself, and later lines change `status`. Raises InternalBrokerError.
+    The first line is the status itself, and later lines are changes to it. Raises InternalBrokerError.
     """
     from fractional_gpu.protocol.status import HostChange, HostStatus  # noqa: PLC0415 - kernels do not follow hosts
 
@@ -387,8 +388,8 @@ PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # wait for an answer; 5 s with the pause
 class SilenceWatch:
     """Pings the broker in a thread, from `start` to `stop`, to notice if it hangs during a long call.
 
-    `connect` makes a client from a timeout in seconds. Each time the broker does not answer, the thread calls `report` with the error. When
-    the broker answers again, the thread calls `report` with None.
+    `connect` makes a client with the given timeout in seconds. Each time the broker does not answer, the thread calls `report` with the
+    error. When the broker answers again, the thread calls `report` with None.
     """
 
     def __init__(
@@ -402,14 +403,14 @@ class SilenceWatch:
         self._started = False
 
     def start(self) -> None:
-        """Start watching, unless already started. If the process cannot start a thread, nothing is watched."""
+        """Start watching, unless already started. If the process can't start a thread, nothing is watched."""
         if not self._started:
             self._started = True
             with suppress(RuntimeError):
                 threading.Thread(target=self._run, name="gpu-silence", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop reporting. This returns at once, and the thread ends within a few seconds."""
+        """Stop reporting. Returns at once; the thread exits within a few seconds."""
         self._stop.set()
 
     def _run(self) -> None:

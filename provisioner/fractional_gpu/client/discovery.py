@@ -1,12 +1,12 @@
 """Finds the broker's socket, and starts a broker on it.
 
-- The socket is `$JUPYTER_GPU_SOCKET`, else the system service's socket, else a socket in the user's Jupyter runtime folder. If several
-  hosts share this folder (a home on NFS), each host has a subfolder. Clients send connection keys to the socket, so only this user or root
-  may write to its folder.
-- A missing broker is started, except in two cases. A system service is started by its administrator. In a job or pod no broker is started,
-  because it would end with the job or pod. Concurrent starters do not conflict: each succeeds once any broker accepts connections.
-- A broker writes its start command to `broker.json`, next to the socket and in its state folder. With this command, a kernel in
-  another environment starts the next broker from the environment that installed it.
+- The socket is `$JUPYTER_GPU_SOCKET`, or else the system service's socket, or else a socket in the user's Jupyter runtime folder. If
+  several hosts share that folder (for example, a home on NFS), each host has a subfolder. Clients send connection keys to the socket, so
+  only this user or root may have write access to its folder.
+- If no broker is running, one is started, except in two cases. A system service is started by its administrator. In a job or pod, no broker
+  is started, because it would end with the job or pod. Concurrent starts do not conflict: all succeed once one broker is up.
+- A broker writes its start command to `broker.json`, next to the socket and in its state folder. A kernel in another environment uses this
+  command to start the next broker from the environment in which the broker is installed.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 IN_WORKLOAD = "JUPYTER_GPU_BROKER_IN_WORKLOAD"
-"""Brokers start automatically inside a job or a pod if this variable is `1`."""
+"""If this variable is `1`, brokers are started automatically even inside a job or a pod."""
 _LONGEST_PATH = 100  # bytes; Linux allows 107, and brokers put temporary names next to their sockets
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
@@ -45,7 +45,7 @@ _LONGEST_SETTINGS = 64 * 1024  # bytes
 
 
 def runtime_dir() -> Path:
-    """Return this host's folder for sockets, token files and kernel records, creating it with mode 0700.
+    """Return this host's folder for sockets, token files and kernel records, creating it with mode 0700 if needed.
 
     Raises BrokerUnavailableError.
     """
@@ -57,7 +57,7 @@ def runtime_dir() -> Path:
 
 
 def runtime_place() -> Path:
-    """Return this host's folder inside Jupyter's runtime folder. It may not exist, or may belong to another user."""
+    """Return this host's folder inside Jupyter's runtime folder. It may not exist, or may be owned by another user."""
     try:
         runtime = Path(jupyter_runtime_dir()).absolute()
     except RuntimeError as error:
@@ -68,7 +68,7 @@ def runtime_place() -> Path:
 
 
 def socket_path() -> str:
-    """Return the absolute path of the broker's socket. The path has at most 100 bytes. Raises BrokerUnavailableError."""
+    """Return the absolute path of the broker's socket, which has at most 100 bytes. Raises BrokerUnavailableError."""
     named = os.environ.get("JUPYTER_GPU_SOCKET", "")
     if named:
         named = str(Path(named).absolute())  # brokers and kernels run in other working folders
@@ -87,9 +87,9 @@ def socket_path() -> str:
 def _is_system_service_there() -> bool:
     """Return whether the machine has a system service.
 
-    It has one if the service's socket, the lock of a stopped service, or the service's unit exists. A file that this process is not
-    permitted to access counts as existing. If a user's broker started before the service or during its restart, that broker would take the
-    devices, and the service could not start.
+    It does if the service's socket, the lock of a stopped service, or the service's unit exists. A file that this process is not permitted
+    to access counts as existing. A user's broker must not start before the service or during its restart, because it would take the
+    devices, and the service could then not start.
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock", SYSTEM_UNIT):
         try:
@@ -111,12 +111,12 @@ def ensure_broker(
     command: tuple[list[str], dict[str, str]] | None = None,
     simulate: str | None = None,
 ) -> "BrokerClient":
-    """Return a client of the broker on `socket` (by default `socket_path()`), starting a broker if none is running there.
+    """Return a client for the broker on `socket` (by default `socket_path()`), starting a broker if none is running there.
 
-    `timeout_s` limits, in seconds, the start and each of the client's calls. `answer_s` limits the first answer of a running broker, and is
-    the same by default. `command` starts a broker (by default `restart_command`). `simulate` describes the simulated devices of a newly
-    started broker, if the environment describes none. This function blocks, so an event loop must call it in a thread. Raises
-    BrokerUnavailableError.
+    `timeout_s` is the time limit, in seconds, for starting the broker and for each of the client's calls. `answer_s` is the limit for a
+    running broker's first answer (by default `timeout_s`). `command` starts a broker (by default `restart_command`). `simulate` describes
+    the simulated devices of a newly started broker, if the environment describes none. This function blocks, so an event loop must call it
+    in a thread. Raises BrokerUnavailableError.
     """
     path = socket if socket is not None else socket_path()
     _check_folder_if_there(path)
@@ -138,7 +138,7 @@ def ensure_broker(
 
 
 def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> "BrokerClient":
-    """Return a client of the broker on `socket_path()` without starting one.
+    """Return a client for the broker on `socket_path()` without starting a broker.
 
     Raises BrokerUnavailableError if the folder is unsafe.
     """
@@ -157,7 +157,7 @@ def _new_client(path: str, token: str | None, timeout_s: float) -> "BrokerClient
 def _check_may_start(path: str) -> None:
     """Raise BrokerUnavailableError if this process must not start a broker.
 
-    It must not start one on a service's socket, nor in a job or pod, whose end could kill the broker in mid-suspend.
+    It must not do so on a service's socket, or in a job or pod that could end in the middle of a suspend and kill the broker.
     """
     if _is_service(path):
         raise BrokerUnavailableError(
@@ -188,7 +188,7 @@ def _is_service(path: str) -> bool:
 
 
 def _answers(client: "BrokerClient", answer_s: float) -> bool:
-    """Return whether a broker answers on the socket. Return False only if no process listens on it.
+    """Return whether a broker answers on the socket. Return False only if no process is listening on it.
 
     Raises BrokerUnavailableError if the broker hangs or is incompatible.
     """
@@ -206,7 +206,7 @@ def _answers(client: "BrokerClient", answer_s: float) -> bool:
 def _check_folder_if_there(path: str) -> None:
     """Check the socket's folder if it exists.
 
-    A missing folder is no error, because a running broker, or else the next one, creates it again.
+    A missing folder is not an error if a running broker, or the next one, will create it again.
     """
     try:
         check_folder(path)
@@ -217,7 +217,7 @@ def _check_folder_if_there(path: str) -> None:
 
 
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
-    """Wait while a broker starts, ends or restores its deleted socket, or a service restarts. Return whether a broker accepts connections.
+    """Wait while a broker starts, exits or restores its deleted socket, or a service restarts. Return whether a broker is reachable.
 
     Raises BrokerUnavailableError with a message that names the process if the broker stays unreachable.
     """
@@ -236,7 +236,7 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
 
 
 def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
-    """Start a broker, unless another thread or process is starting one, since concurrent starts slow each other down."""
+    """Start a broker, unless another thread or process is already starting one. Concurrent starts would slow each other down."""
     path, deadline_s = client.socket_path, time.monotonic() + timeout_s
     try:
         folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -260,7 +260,7 @@ def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[st
 
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
-    """Run the start command, which ends once a broker accepts connections. Raises BrokerUnavailableError."""
+    """Run the start command, which exits once a broker accepts connections. Raises BrokerUnavailableError."""
     argv, environment = command or _start_command(path)
     # The file is in memory, because the disk may be full. It is not a pipe, because the broker may keep its end open.
     with os.fdopen(os.memfd_create("gpu-start"), "r+b") as complaint:
@@ -296,17 +296,17 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
 
 
 def restart_file(path: str) -> Path:
-    """Return the file in which this socket's broker records how to start it again. The file exists while leases may be live."""
+    """Return the file in which this socket's broker records how to restart it. The file exists while leases may be active."""
     return Path(path).with_name("broker.json")
 
 
 def spare_restart_file(path: str) -> Path:
-    """Return the path of a second copy of the restart file, because the system may empty the socket's folder."""
+    """Return the path of a second copy of the restart file. It is needed because the system may empty the socket's folder."""
     return state_folder(path) / "broker.json"
 
 
 def has_restart_file(path: str) -> bool:
-    """Return whether this socket's broker crashed, or ended while leases were live."""
+    """Return whether this socket's broker crashed, or exited while leases were active."""
     return restart_file(path).exists() or spare_restart_file(path).exists()
 
 
@@ -317,7 +317,7 @@ def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
 
 
 def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
-    """Return the command and the environment that this socket's last broker recorded, or None.
+    """Return the command and the environment recorded by this socket's last broker, or None.
 
     Raises BrokerUnavailableError.
     """
@@ -361,7 +361,7 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
 
 
 def check_folder(path: str) -> None:
-    """Raise BrokerUnavailableError if another user could have created the socket. Only root can write to /run."""
+    """Raise BrokerUnavailableError if another user could have created the socket. Sockets in /run are safe: only root can write there."""
     folder = Path(path).absolute().parent
     if is_service_socket(path):
         return
@@ -401,7 +401,7 @@ def check_reachable(path: str) -> None:
 
 
 def check_above(folder: Path) -> None:
-    """Raise BrokerUnavailableError for a folder that another user could replace, whether it exists or not."""
+    """Raise BrokerUnavailableError if another user could replace the folder, whether or not it exists."""
     if (found := foreign_above(folder)) is not None:
         above, uid = found
         raise BrokerUnavailableError(
@@ -424,7 +424,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_path(path: str) -> str:
-    """Return the path of a socket in a short private folder named after `path`."""
+    """Return the path of a socket in a short private folder whose name is derived from `path`."""
     name = f"jupyter-gpu-{os.geteuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
     for parent in (temporary_folder(), Path("/tmp")):  # noqa: S108 - we check that it is this user's and private
         short = parent / name / "broker.sock"

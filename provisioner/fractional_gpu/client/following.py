@@ -1,7 +1,7 @@
-"""Calls the broker from an event loop, and follows its status. Jupyter servers, hubs and the hub's page use this module.
+"""Calls the broker from an event loop, and follows its status. Used by Jupyter servers, hubs and the hub's page.
 
-A client blocks, so each call or stream has its own daemon thread and connection. Cancelling a call or stream closes its
-connection, and the broker then withdraws any ticket.
+A client blocks, so each call or stream has its own daemon thread and connection. Cancelling a call or stream closes its connection, and the
+broker then withdraws any ticket.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class AsyncClient(Generic[C]):
-    """Runs calls of blocking clients in threads. `connect` makes a client. Unanswered calls are retried for `patience_s` seconds."""
+    """Runs blocking clients' calls in threads. `connect` makes a client. Unanswered calls are retried for `patience_s` seconds."""
 
     def __init__(self, connect: Callable[[], C], *, patience_s: float = 0.0) -> None:
         self._connect = connect
@@ -37,7 +37,7 @@ class AsyncClient(Generic[C]):
         raise AssertionError("bug: the call ended without a result")
 
     async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
-        """Yield the items of `lines`, and raise its errors. Closing or cancelling the generator abandons the stream."""
+        """Run `lines` in a thread, yield its items, and raise its errors. Closing or cancelling the generator abandons the stream."""
         end_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -97,7 +97,7 @@ async def follow(
 ) -> None:
     """Call `take` with the host's status now and after each change, and `lost` with each error. Runs until cancelled.
 
-    Statuses that arrive while the event loop is busy are skipped, except the newest, because the broker queues no lines.
+    If the status changes several times while the event loop is busy, only the newest is passed on, because the broker doesn't queue lines.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -1,9 +1,9 @@
-"""The part of HTTP/1.1 that the lease API needs, over a UNIX socket, and functions that identify the process that listens there.
+"""Implements the part of HTTP/1.1 that the lease API needs, over a UNIX socket, and identifies the process listening on the socket.
 
-This module does not use `http.client`. Every kernel imports it, and `http.client` would add 1.7 ms to the client's 3.2 ms, double the time
-of each call, and not limit the size of a reply.
+This module does not use `http.client`. Every kernel imports it, and `http.client` would add 1.7 ms to the client's import time of 3.2 ms,
+double the time of each call, and set no limit on the size of a reply.
 
-A connection carries one request. The body of its reply has a Content-Length or comes in chunks. All reads are limited.
+Each connection carries one request. The reply's body has a Content-Length or is chunked. Everything that is read has a size limit.
 """
 
 import errno
@@ -24,19 +24,19 @@ ANSWER_S = 5.0  # after this time, users are told that the broker does not answe
 
 
 def is_service_socket(path: str) -> bool:
-    """Return whether the socket belongs to a system service: it is under /run, but not in a user's own part of /run."""
+    """Return whether the socket belongs to a system service, that is, whether it is under /run but not under /run/user."""
     real = Path(os.path.realpath(path))
     return real.is_relative_to("/run") and not real.is_relative_to("/run/user")
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address that a socket's broker claims. Links are not followed, since a link may replace a deleted folder."""
+    """Return the abstract address claimed by a socket's broker. Links are not followed, since one may have replaced a deleted folder."""
     digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
     return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 
 
 def claim_holder(path: str) -> int | None:
-    """Return the pid of this socket's broker, even if the socket was deleted. Return None for another user's process, except root's."""
+    """Return the pid of this socket's broker, even if the socket was deleted, or None if neither this user nor root runs one."""
     from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this and never look for brokers
 
     pid, uid = holder(claim_address(path))
@@ -44,7 +44,7 @@ def claim_holder(path: str) -> int | None:
 
 
 def not_answering(path: str, seconds: float, pid: int | None) -> str:
-    """Return a sentence about a broker that did not answer within `seconds`. It names the process and its state and says what to do."""
+    """Return a sentence about a broker that did not answer within `seconds`. It names the process and its state, and suggests a remedy."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("ascii", errors="replace")
     except OSError:
@@ -148,7 +148,7 @@ class Connection:
 
     @property
     def retry_s(self) -> float:
-        """How many seconds to wait before the request is repeated."""
+        """The number of seconds to wait before repeating the request."""
         text = self._headers.get("retry-after", "")
         return min(float(text), _LONGEST_RETRY_S) if text.isascii() and text.isdigit() else 1.0
 
@@ -237,7 +237,7 @@ class Call:
         self._check()
 
     def give_up(self) -> None:
-        """Make the call raise BrokerUnavailableError, even while it waits, and send nothing more."""
+        """Make the call raise BrokerUnavailableError, even if it is waiting, and send nothing more."""
         if self._pid == os.getpid():
             # Set the flag first, because `use` checks it for each new connection.
             self._given_up.set()

@@ -1,7 +1,7 @@
-"""The seat that the hub gave this server, and the client for hubs.
+"""The seat the hub gave this server, and the client for hubs.
 
-The variable `JUPYTER_GPU_SEAT_FILE` names the file with the seat. The pool, fraction and memory in this file are only for display, since
-the broker keeps the values that count.
+The variable `JUPYTER_GPU_SEAT_FILE` names the file that contains the seat. The pool, fraction and memory in this file are for display only,
+since the broker has the values that actually apply.
 """
 
 import os
@@ -31,11 +31,11 @@ from fractional_gpu.protocol.status import SeatStatus
 
 SEAT_FILE_VARIABLE = "JUPYTER_GPU_SEAT_FILE"
 POD_SHARE_VARIABLE = "JUPYTER_GPU_POD_SHARE"
-"""Holds POOL/THOUSANDTHS of a pod's seat for display, since no file can be put into a pod."""
+"""A pod's seat as POOL/THOUSANDTHS, for display. It is in a variable because no file can be put into a pod."""
 
 
 class Seat(HidesSecrets, frozen=True, kw_only=True):
-    """The seat that all kernels of this server share. The fraction is in milli-GPU, and the memory in MiB."""
+    """The seat shared by all of this server's kernels. The fraction is in milli-GPU, and the memory in MiB."""
 
     seat_id: str
     token: str
@@ -51,7 +51,7 @@ def own_seat() -> Seat | None:
 
 
 def own_share() -> tuple[str, int] | None:
-    """Return the pool and the milli-GPU of this process's seat for display, or None if it has no seat. Raises FractionalGPUError."""
+    """Return the pool and milli-GPU of this process's seat, for display, or None if it has no seat. Raises FractionalGPUError."""
     seat = own_seat()
     if seat is not None:
         return seat.pool, seat.fraction_milli
@@ -84,14 +84,14 @@ def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | Non
 
 
 class SeatClient(BrokerClient):
-    """A client that also has the routes for hubs. They raise ForbiddenError for users who are not administrators."""
+    """A client that also has the routes for hubs. These raise ForbiddenError for users who are not administrators."""
 
     def offers(self, request: OfferRequest) -> Offers:
-        """Return what each pool now offers to one user."""
+        """Return what each pool currently offers one user."""
         return self.call(routes.OFFERS, request)
 
     def seats(self) -> SeatList:
-        """Return all seats, and how many requests wait for a seat."""
+        """Return all seats, and how many requests are waiting for one."""
         return self.call(routes.SEATS)
 
     def take_seat(self, request: SeatRequest) -> Iterator[SeatProgress]:
@@ -102,7 +102,7 @@ class SeatClient(BrokerClient):
         return self.wait(routes.TAKE_SEAT, request)
 
     def confirm_seat(self, seat_id: str) -> SeatStatus:
-        """Report that the hub has saved the seat, so that it does not expire. Raises NotFoundError."""
+        """Report that the hub has saved the seat, so that it won't expire. Raises NotFoundError."""
         return self.call(routes.CONFIRM_SEAT, about=seat_id)
 
     def pools(self) -> PoolList:
@@ -110,12 +110,12 @@ class SeatClient(BrokerClient):
         return self.call(routes.POOLS)
 
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
-        """Change keys of a pool until the broker restarts.
+        """Change a pool's keys until the broker restarts.
 
         Raises NotFoundError, or BadRequestError with a sentence that says what is allowed.
         """
         return self.call(routes.CHANGE_POOL, PoolChange(keys=dict(keys)), pool)
 
     def release_seat(self, seat_id: str) -> None:
-        """End a seat. Do nothing if it has ended."""
+        """End a seat. Do nothing if it has already ended."""
         self.call(routes.RELEASE_SEAT, about=seat_id)

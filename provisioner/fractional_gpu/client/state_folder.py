@@ -1,13 +1,13 @@
-"""The folder of a broker's state: its ledger, its audit log and its start command.
+"""Finds or creates the folder for a broker's state: its ledger, its audit log and its start command.
 
-The system may empty runtime folders, and SQLite's write-ahead log does not work on a network filesystem. So each host and each broker's
-socket has a state folder on a local disk:
+The system may empty runtime folders, and SQLite's write-ahead log does not work on network filesystems. Each broker socket on each host
+therefore has a state folder on a local disk:
 
 - A system service uses `/var/lib/jupyter-gpu`.
-- A user's broker uses `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default). It uses
-  `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if the first folder is on a network filesystem, not writable, or below another user's folder.
-  If one of the two exists already, the broker uses that one.
-- The setting `state_dir` names another folder. If it is on a network filesystem and has no ledger, each node uses a subfolder
+- A user's broker uses `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if
+  that folder is on a network filesystem, not writable, or below another user's folder. If one of the two already exists, the broker uses
+  that one.
+- The `state_dir` setting names another folder. If that folder is on a network filesystem and has no ledger, each node uses a subfolder
   (`node_name`).
 """
 
@@ -38,12 +38,12 @@ _LOCAL_FUSE = frozenset({"fuse.bindfs", "fuse.encfs", "fuse.fuse-overlayfs", "fu
 
 
 def ledger_name(*, simulated: bool) -> str:
-    """Return the name of the ledger's file."""
+    """Return the ledger's file name."""
     return LEDGER_NAMES[1] if simulated else LEDGER_NAMES[0]
 
 
 def state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the state folder of this socket's broker, even if the folder does not exist. `configured` is the setting `state_dir`."""
+    """Return the state folder of this socket's broker, even if it does not exist. `configured` is the `state_dir` setting."""
     if configured is not None:
         has_ledger = any(os.path.lexists(configured / name) for name in LEDGER_NAMES)
         return configured / node_name() if is_network(configured) and not has_ledger else configured
@@ -61,7 +61,7 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def make_state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the broker's folder, and create it as a private folder if it is missing.
+    """Return the broker's folder, creating it as a private folder if it is missing.
 
     Raises BrokerUnavailableError if another user owns the folder.
     """
@@ -106,9 +106,9 @@ def filesystem_type(path: Path) -> str:
 
 
 def is_network(path: Path) -> bool:
-    """Return whether hosts may share the filesystem that contains the path. The path need not exist.
+    """Return whether the filesystem that contains the path may be shared by several hosts. The path need not exist.
 
-    An unknown FUSE filesystem counts as shared.
+    Unknown FUSE filesystems are assumed to be shared.
     """
     kind = filesystem_type(path)
     return kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)
@@ -130,7 +130,7 @@ def _spare_base() -> Path:
 
 
 def node_name() -> str:
-    """Return a constant name for this host, made from the machine id and the host name.
+    """Return a stable name for this host, derived from the machine id and the host name.
 
     The machine id alone is not enough, because nodes that boot the same image may share it.
     """
@@ -143,7 +143,7 @@ def _host() -> str:
 
 
 def _machine_id() -> str:
-    """Return the machine's id, or "" if it has none yet, as in images (`uninitialized`, see machine-id(5))."""
+    """Return the machine's id, or "" if it has none yet, as in a system image (`uninitialized`, see machine-id(5))."""
     try:
         identity = _MACHINE_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -152,7 +152,7 @@ def _machine_id() -> str:
 
 
 def _hashed(text: str) -> str:
-    """Return a folder name made from a hash, since machine-id(5) says not to expose the machine's id unhashed."""
+    """Return `text` hashed, as a folder name, because machine-id(5) says not to expose the machine's id unhashed."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -172,7 +172,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
-    """Create the folder with mode 0700. Return what is wrong with an existing folder, or "". Raises OSError."""
+    """Create the folder with mode 0700. Return what is wrong with an existing folder, or "" if it is usable. Raises OSError."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     link, status = folder.lstat(), folder.stat()

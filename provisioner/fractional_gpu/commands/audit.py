@@ -1,7 +1,7 @@
-"""`jupyter gpu audit` shows what administrators did to the kernels, seats, pools and devices of others.
+"""`jupyter gpu audit` shows what administrators did to other people's kernels, seats, pools and devices.
 
-The command reads the broker's audit log itself, so it needs no broker, and the permissions of the file decide who may read it. Lines that
-cannot be parsed, such as a line cut short by a crash, are counted and skipped.
+The command reads the broker's audit log directly, so it needs no broker, and the file's permissions decide who may read it. Lines that
+can't be parsed, such as a line cut short by a crash, are counted and skipped.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentence(entry: dict[str, Any]) -> str:
-    """Describe an action in one line. Unprintable text is shown as JSON, so that it cannot control a terminal."""
+    """Describe an action in one line. Unprintable text is shown as JSON, so that it can't control a terminal."""
     try:
         at = datetime.fromisoformat(entry["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:

@@ -1,4 +1,4 @@
-"""`jupyter gpu broker` starts, stops and restarts the broker. It imports `fractional_gpu.broker` only to run a broker."""
+"""`jupyter gpu broker` starts, stops and restarts the broker. It imports `fractional_gpu.broker.process.app` only to run a broker."""
 
 import argparse
 import gc
@@ -292,7 +292,7 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
 
 
 def _check_configuration(argv: list[str], environment: dict[str, str]) -> None:
-    """Raise CommandError if the broker that this command starts could not read its configuration."""
+    """Raise CommandError if a broker started with this command could not read its configuration."""
     check = ["--check" if one == "--detach" else one for one in argv]
     done = subprocess.run(check, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     if done.returncode != 0:

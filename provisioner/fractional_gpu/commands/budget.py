@@ -1,4 +1,4 @@
-"""`jupyter gpu budget` shows what is left of the budgets of users and groups, or adds to a budget."""
+"""`jupyter gpu budget` shows how much of each user's and group's budget is left, or adds to a budget."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""`jupyter gpu capacity` shows how much more GPU each pool on this host can grant, according to the broker's forecast."""
+"""`jupyter gpu capacity` shows how much more GPU capacity each pool on this host can grant, according to the broker's forecast."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`jupyter gpu lease` reserves GPU memory for a program that Jupyter does not start."""
+"""`jupyter gpu lease` reserves GPU memory for a program that was not started by Jupyter."""
 
 import argparse
 import os

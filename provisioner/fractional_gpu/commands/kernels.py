@@ -1,4 +1,4 @@
-"""`jupyter gpu kernels` installs, lists and removes kernelspecs such as "Python 3 · 1/4 GPU", one for each fraction of each pool."""
+"""`jupyter gpu kernels` installs, lists and removes kernelspecs such as "Python 3 · 1/4 GPU", one for each fraction in each pool."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_inst
 from fractional_gpu.protocol.status import HostStatus
 
 ANY_OFFERS_MILLI: tuple[int, ...] = PoolSpec(name="", devices=()).fractions_milli
-"""The fractions to install for a pool that offers any fraction."""
+"""The fractions to install for a pool that allows any fraction."""
 
 EPILOG = """\
 examples:
@@ -159,7 +159,7 @@ def install_offers(
     pool: str | None = None,
     **how: Any,  # noqa: ANN401 - as `install` takes it
 ) -> tuple[list[InstalledSpec], list[InstalledSpec]]:
-    """Install the offers, and remove kernelspecs of this pool, or of any pool, that are not offered. Return both."""
+    """Install the offers, and remove kernelspecs of `pool` (of any pool if None) that are not offered. Return both lists."""
     installed = [spec for name, milli in offers.items() for spec in install(name, milli or ANY_OFFERS_MILLI, **how)]
     place = str(installed[0].folder.parent) if installed else None
     stale = [

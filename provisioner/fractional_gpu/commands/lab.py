@@ -1,7 +1,7 @@
 """`jupyter gpu lab` starts JupyterLab with kernels on fractions of a GPU, without installing kernelspecs.
 
-The kernelspecs are in a private folder that only this JupyterLab reads. With `--simulate`, JupyterLab also has a separate broker, so that
-trials never touch the broker of the real GPUs.
+The kernelspecs are in a private folder that only this JupyterLab reads. With `--simulate`, JupyterLab also gets its own broker, so that
+experiments never touch the one that manages the real GPUs.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The commands for leases and devices: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain and undrain.
 
-They are declared in one table. `commands.main` has their one-line summaries, so that the overview of all commands does not import this
+They are declared in one table. Their one-line summaries are in `commands.main`, so that the overview of all commands does not import this
 module.
 """
 
@@ -62,7 +62,7 @@ _NO_DEVICES: Final = f"and without one, no GPU can be drained or put back into u
 
 
 def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
-    """Return the lease with this lease id, this kernel id or this unique prefix of a lease id. Raises CommandError."""
+    """Return the lease with the given lease id, kernel id or unique prefix of a lease id. Raises CommandError."""
     exact = [lease for lease in leases if name and name in (lease.lease_id, lease.kernel_id)]
     found = exact or [lease for lease in leases if name and lease.lease_id.startswith(name)]
     if len(found) == 1:
@@ -81,9 +81,9 @@ def _listed(leases: Sequence[LeaseStatus]) -> str:
 class LeaseCommand(Generic[Request, Answer]):
     """A command for one lease.
 
-    `request` builds the request from the command line before the command contacts the broker, or raises UsageError. `call` returns the
-    answer that `--json` prints, or None for an empty object. `success` makes the output from the lease as it was before the call, and from
-    the answer. `doing` is shown if the call takes long.
+    `request` builds the request from the command line before the broker is contacted, or raises UsageError. `call` returns the answer that
+    `--json` prints, or None for an empty object. `success` builds the output from the lease as it was before the call and from the answer.
+    `doing` is shown if the call takes a long time.
     """
 
     description: str
@@ -180,7 +180,7 @@ class BulkCommand:
 class DeviceCommand(Generic[Request]):
     """A command for one or all devices.
 
-    `request` is as in `LeaseCommand`. `check` is called after the output and can raise CommandError.
+    `request` works as in `LeaseCommand`. `check` is called after the output and may raise CommandError.
     """
 
     description: str
@@ -330,7 +330,7 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
 
 
 _Drain = tuple[DrainRequest, int | None]
-"""The request, and how many ms to wait until the device is empty. None means not to wait."""
+"""The request, and how many ms to wait for the device to become empty. None means not to wait."""
 
 
 def _add_drain_arguments(parser: Parser) -> None:
@@ -363,7 +363,7 @@ def await_empty(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device once it is empty, or after `wait_ms`. Call `freed` with the MiB freed so far and the MiB to free."""
+    """Return the device once it is empty, or after `wait_ms`. Call `freed` with the MiB freed so far and the total MiB to free."""
     end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))

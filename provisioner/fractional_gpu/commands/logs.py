@@ -1,7 +1,7 @@
 """`jupyter gpu logs` shows the broker's log and follows it.
 
-The command reads the files itself, so it needs no broker. A broker in a terminal or under systemd writes no log files. In this case, the
-error says where its log is.
+The command reads the files directly, so it needs no broker. A broker that runs in a terminal or under systemd writes no log files. In that
+case, the error says where its log is.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
 
 
 def growing_lines(path: Path, finished: Iterable[Path]) -> Generator[bytes | None, None, None]:
-    """Yield the lines of the finished files and then of the file, and None whenever there are no more. The file may be replaced."""
+    """Yield the lines of the finished files, then of the file at `path`, even if it is replaced, and None whenever there are no more."""
     rest = bytearray()
 
     def lines(file: BinaryIO) -> Iterator[bytes]:
@@ -99,7 +99,7 @@ def _is_replaced(path: Path, file: BinaryIO) -> bool:
 
 
 def told(entries: Iterable[T | None], pause: Callable[[float], None] | None = None) -> Iterator[T]:
-    """Yield the entries up to the first None, or with `pause` all entries, pausing at each None."""
+    """Yield the entries up to the first None. With `pause`, yield all entries, pausing at each None."""
     for entry in entries:
         if entry is not None:
             yield entry
@@ -202,7 +202,7 @@ def _wanted(level: str, least: datetime, lease: str) -> Callable[[LogEntry], boo
 
 
 def entries_of(lines: Iterable[bytes | None]) -> Iterator[LogEntry | None]:
-    """Yield the entries, and None whenever there are no more lines. An entry that grows later continues in another one."""
+    """Yield the entries, and None whenever there are no more lines yet. If an entry grows after that, its new lines form another entry."""
     entry: LogEntry | None = None
     last: LogEntry | None = None
     for raw in lines:

@@ -1,7 +1,7 @@
-"""The `jupyter gpu` command. It finds the subcommand, imports only its module, and turns errors into one line and an exit code.
+"""The `jupyter gpu` command. It finds the subcommand, imports only its module, and reports errors as one line and an exit code.
 
-Exit code 0 means success, 1 failure, 2 a wrong command line, and 130 an interrupt. An expected error is one line on stderr, so a traceback
-is a bug in this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
+Exit codes are 0 for success, 1 for failure, 2 for an invalid command line, and 130 for an interrupt. An expected error is printed as one
+line on stderr, so a traceback means a bug in this package. Help must be fast, so nothing heavy is imported until a subcommand is chosen.
 """
 
 import errno
@@ -23,7 +23,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A command. Its module has `configure(parser)` and `run(options)`. With `passes_on`, unknown arguments go to another program."""
+    """A command. Its module defines `configure(parser)` and `run(options)`. With `passes_on`, unknown arguments go to another program."""
 
     module: str
     summary: str
@@ -126,7 +126,7 @@ def subcommand(name: str) -> tuple[Any, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. Expected errors are printed and not raised."""
+    """Run the command and return the exit code. Expected errors are printed instead of raised."""
     if argv is None and _COMPLETING in os.environ:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 

@@ -1,4 +1,4 @@
-"""`jupyter gpu pool` shows the keys of pools and changes them while the broker runs."""
+"""`jupyter gpu pool` shows pools' settings, and changes them while the broker is running."""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
-"""`jupyter gpu report` shows what leases used and what this costs, from the broker or from a file of metered rows.
+"""`jupyter gpu report` shows what leases used and how much that cost, using data from the broker or a file of metered rows.
 
-The command queries the broker once, with the finest grain that the output needs, and sums this one answer. So the tables, charts and totals
-of a report agree even while kernels run.
+The command queries the broker once, at the finest granularity the output needs, and computes all totals from that answer. The tables,
+charts and totals in a report therefore agree even while kernels are running.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
 
 
 def _device(devices: Mapping[str, str], word: str) -> str:
-    """Return the id of the device with this number, id or beginning of an id. Any other word is returned unchanged."""
+    """Return the id of the device with this number, id or unique id prefix. Return any other word unchanged."""
     found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
     found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:

@@ -1,8 +1,8 @@
 """`jupyter gpu setup-machine` sets up one broker, one environment and one set of kernels for all users of a workstation.
 
-It checks and plans everything before it changes anything. Before it writes a file, it records the file's digest. If the command is killed
-at any moment, the next run or `--undo` finishes its work. A file with other content belongs to someone else, and is neither replaced nor
-removed.
+It checks and plans everything before changing anything, and records each file's digest before writing the file. If the command is killed at
+any point, the next run or `--undo` can therefore finish the job. A file with any other content is taken to be someone else's, and is
+neither replaced nor removed.
 """
 
 import argparse
@@ -91,7 +91,7 @@ class Record(msgspec.Struct):
 
 
 class Machine:
-    """The files and commands of the machine whose root folder is `root`. Paths do not include this folder."""
+    """The files and commands of the machine whose root folder is `root`. Paths are given without this folder."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.is_here = root, root == _ROOT
@@ -108,7 +108,7 @@ class Machine:
         return self.root / path.relative_to(_ROOT)
 
     def check_place(self, path: Path) -> None:
-        """Raise CommandError if the path leads out of the root, or is in a folder that a user could replace."""
+        """Raise CommandError if the path leads outside the root, or if an ordinary user could replace it."""
         real = self.real(path)
         if not Path(os.path.realpath(real.parent)).is_relative_to(os.path.realpath(self.root)):
             raise CommandError(f"{real.parent} leads out of {self.root}: remove that link")
@@ -139,7 +139,7 @@ class Machine:
         replace_file(self.real(RECORD), msgspec.json.encode(self.record, order="deterministic"))
 
     def plan(self, wanted: Mapping[Path, bytes]) -> tuple[list[Step], list[Path]]:
-        """Return two lists: steps that write the `wanted` files and remove our other files, and files whose content is not ours."""
+        """Return two lists: steps that write the `wanted` files and remove our other files, and files whose content we did not write."""
         steps: list[Step] = []
         strange = []
         for path, content in {**dict.fromkeys(map(Path, self.record.files)), **wanted}.items():
@@ -164,7 +164,7 @@ class Machine:
         return f"run {text}", partial(_run, words)
 
     def do(self, steps: list[Step], *, dry: bool) -> bool:
-        """Do the steps, or only print them. Return whether all were done. Each change is recorded before it is made."""
+        """Carry out the steps, or only print them. Return whether all were carried out. Each change is recorded before it is made."""
         if not dry:
             self.save()
         for text, act in steps:
@@ -261,7 +261,7 @@ def _installing(machine: Machine) -> Iterator[list[str]]:
 
 
 def _configuration(options: argparse.Namespace, machine: Machine) -> tuple[Settings, dict[Path, bytes]]:
-    """Return the broker's settings, and the text of their file if the file is ours."""
+    """Return the broker's settings, and their file's path and content if the file is ours."""
     there, admins = machine.read(CONFIG), options.admins or "gpu-admin"
     try:
         if there is not None and not (options.share or options.pool or options.admins):
@@ -274,7 +274,7 @@ def _configuration(options: argparse.Namespace, machine: Machine) -> tuple[Setti
 
 
 def _pools(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the pools. Shares and limits that the options leave out are derived from the devices and printed."""
+    """Return the pools. Shares and limits not set by the options are derived from the devices and printed."""
     sizes: list[int] = []
     with suppress(GPUError), closing(open_monitor(NVIDIA)) as monitor:
         sizes = [device.memory_mib for device in monitor.devices()]
@@ -290,7 +290,7 @@ def _pools(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def propose_shares(sizes: list[int]) -> list[str]:
-    """Return the shares into which a model fits, for devices of these sizes in MiB."""
+    """Return the shares that are large enough for a model, given the devices' sizes in MiB."""
     models = min(sizes, default=4 * _MODEL_MIB) // _MODEL_MIB
     return [*(f"1/{one}" for one in (8, 4, 2) if one <= models), "1"]
 

@@ -1,4 +1,4 @@
-"""`jupyter gpu status` shows the broker's devices, kernels and seats. It starts a broker only if one ended while kernels had leases."""
+"""`jupyter gpu status` shows the broker's devices, kernels and seats. It starts a broker only if one exited while kernels had leases."""
 
 import argparse
 import json

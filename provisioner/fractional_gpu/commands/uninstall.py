@@ -1,7 +1,7 @@
-"""`jupyter gpu uninstall` removes what this package put on the machine for this user, and says how to remove the package itself.
+"""`jupyter gpu uninstall` removes what this package put on the machine for this user, and explains how to remove the package itself.
 
-It removes nothing while a kernel has a lease, because the state of this kernel may exist only in host memory. Configuration files are
-listed and kept.
+It removes nothing while any kernel has a lease, because that kernel's state may exist only in host memory. Configuration files are listed
+but kept.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _sockets_below(places: list[Path]) -> Iterator[str]:
-    """Yield the sockets of brokers that left files in these folders, such as the brokers of `jupyter gpu lab --simulate`."""
+    """Yield the sockets of brokers that left files in these folders, such as those started by `jupyter gpu lab --simulate`."""
     for place in places:
         for folder in (place, *(sub for sub in _entries(place) if _is_own_folder(sub))):
             if any(entry.name.startswith("broker.") for entry in _entries(folder)):
@@ -144,7 +144,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _recorded_sockets(states: list[Path]) -> Iterator[str]:
-    """Yield the sockets that running or crashed brokers recorded for a restart, wherever these sockets are."""
+    """Yield the sockets that running or crashed brokers recorded for a restart, wherever those sockets are."""
     for state in states:
         for folder in _entries(state):
             with suppress(BrokerUnavailableError):

@@ -1,4 +1,4 @@
-"""The configured budgets, such as `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and how people write their amounts."""
+"""Parses the configured budgets, such as `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and formats their amounts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -102,7 +102,7 @@ def parse_amount(value: object) -> tuple[Unit, int, str]:
 
 
 def format_amount(unit: Unit, amount: int, currency: str = "") -> str:
-    """Format an amount for people, such as `12.5 GPU hours`, `3.20 kWh` or `7.25 EUR`."""
+    """Format an amount for display, such as `12.5 GPU hours`, `3.20 kWh` or `7.25 EUR`."""
     match unit:
         case Unit.SHARE:
             hours = amount / SHARE_HOUR
@@ -130,7 +130,7 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 
 
 def over_budget(value: object) -> tuple[Consequence, ...]:
-    """Parse the setting for what happens when a budget is used up. Raises ValueError with a message that says what is allowed."""
+    """Parse the setting that says what happens when a budget is used up. Raises ValueError with a message that says what is allowed."""
     allowed = (
         "expected 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
         "'when-free, no-new-seats'"

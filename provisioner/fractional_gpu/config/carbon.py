@@ -1,8 +1,8 @@
-"""The carbon dioxide per kilowatt-hour, which the administrator sets as one number or as a CSV file with hourly figures.
+"""The carbon intensity of electricity (CO2 per kWh), which the administrator sets as one number or as a CSV file with hourly figures.
 
-The file has a header, and two of its columns are read. The first is the first column whose name contains `time`; it has times in ISO 8601,
-and times without a zone are in UTC. The second is the first column whose name contains both `g` and `kwh`, such as `g_per_kwh` or `Carbon
-intensity gCO2eq/kWh`. Exports of electricity data have this form. For a missing hour, the figure of the last hour before it is used. For
+The file must have a header, and two of its columns are read. Times come from the first column with `time` in its name. They are in ISO
+8601, and in UTC if they have no time zone. Figures come from the first column with both `g` and `kwh` in its name, such as `g_per_kwh` or
+`Carbon intensity gCO2eq/kWh`. Exports of electricity data use this format. If an hour is missing, the last figure before it is used. For
 hours before the first figure, the first figure is used.
 """
 
@@ -21,9 +21,9 @@ ALLOWED = "grams per kWh as a number from 0 to 100000, or the path of a CSV file
 
 @dataclass(frozen=True, slots=True)
 class Carbon:
-    """Milligrams of CO2 per kWh.
+    """The carbon intensity, in milligrams of CO2 per kWh.
 
-    `from_s` has the time from which each figure applies, in seconds since 1970. If it is empty, a single figure applies at all times.
+    `from_s` lists the time from which each figure applies, in seconds since 1970. If it is empty, a single figure applies at all times.
     """
 
     text: str  # the source of the figures, for people
@@ -32,11 +32,11 @@ class Carbon:
 
     @property
     def changes(self) -> bool:
-        """Whether the figures vary by the hour."""
+        """Whether the figure changes over time."""
         return bool(self.from_s)
 
     def mg(self, energy_mj: int, hour_s: int) -> int:
-        """Return the milligrams of CO2 for `energy_mj` millijoules that were drawn in the hour that begins at `hour_s`."""
+        """Return the milligrams of CO2 for `energy_mj` millijoules consumed in the hour that begins at `hour_s`."""
         index = max(0, bisect_right(self.from_s, hour_s + 3599) - 1) if self.from_s else 0
         return energy_mj * self.mg_per_kwh[index] // MJ_PER_KWH
 
@@ -60,7 +60,7 @@ def parse_setting(value: object) -> float | Path | None:
 
 
 def read(setting: float | Path) -> Carbon:
-    """Return the figures.
+    """Return the configured figures.
 
     Raises ValueError with a message that names the file and the line, quotes the line, and says what is allowed.
     """

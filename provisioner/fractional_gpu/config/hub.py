@@ -1,7 +1,7 @@
 """A pool's terms: which of a hub's groups may use the pool and when, how full it may get, and what its users are charged.
 
-The broker's seats and meter apply these terms, which the arbiter does not know. The terms of use are checked only when a user takes a seat,
-so neither closing time nor a change of groups ends a seat.
+The broker applies these terms to seats and metering. The arbiter does not know about them. Access is checked only when a user takes a seat,
+so a seat does not end when the pool closes or its user's groups change.
 """
 
 import re
@@ -43,17 +43,17 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class OpeningHours:
-    """When a pool takes new seats, in the machine's local time. `text` is the configured text, such as `Mon-Fri 08:00-18:00`.
+    """The times when new seats can be taken in a pool, in the machine's local time. `text` is as configured, such as `Mon-Fri 08:00-18:00`.
 
-    `spans` has the first and the last minute of each span, the last one exclusive. Minutes count from the beginning of the week on Monday,
-    and a span may end in the next week.
+    `spans` lists the first minute and the end (exclusive) of each span. Minutes are counted from the start of the week on Monday, and a
+    span may end in the next week.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
     def is_open(self, minute: int) -> bool:
-        """Return whether the pool is open in this minute of the week."""
+        """Return whether the pool is open at the given minute of the week."""
         return any(start <= minute < end or start <= minute + _WEEK_MINUTES < end for start, end in self.spans)
 
     def next_opening(self, minute: int) -> str:

@@ -1,4 +1,4 @@
-"""The model servers that the broker can ask to release GPU memory, how to ask each, and the parser of `c.GPUBroker.yielders`."""
+"""Model servers that the broker can ask to release GPU memory, how to ask each one, and the parser for `c.GPUBroker.yielders`."""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from typing import Final
 class ModelServer:
     """How to ask a server to release memory.
 
-    The broker sends `body` to `path` in a POST. If the body contains MODEL, the broker first lists the loaded models with a GET of
-    `loaded`, and then sends one POST for each model.
+    The broker sends `body` to `path` in a POST request. If the body contains MODEL, the broker first gets a list of the loaded models from
+    `loaded`, then sends one POST request per model.
     """
 
     title: str
@@ -50,7 +50,7 @@ _ENTRY: Final = re.compile(
 
 
 def parse_yielders(value: object) -> tuple[ModelServer, ...]:
-    """Return the servers. Raises ValueError with a message that says what is allowed."""
+    """Return the configured servers. Raises ValueError with a message that says what is allowed."""
     servers: dict[ModelServer, None] = {}
     for one in value if isinstance(value, (list, tuple)) else [None]:
         if (match := _ENTRY.fullmatch(str(one))) is None or int(match[2] or 1) > 65_535:

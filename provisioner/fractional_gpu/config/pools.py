@@ -1,8 +1,8 @@
-"""A pool, with the settings that are the keys of its configuration, and the devices assigned to it.
+"""Defines a pool, the settings that are its configuration keys, and how devices are assigned to it.
 
-- A device is in one pool. At most one pool may have the devices 'all': it gets the devices that no other pool has. A pool without
-  devices is an error, except on a host without devices.
-- A device is named by its number in the broker's list, its UUID, or a unique prefix of its UUID. `model:A100` stands for all devices with
+- A device can be in only one pool. At most one pool may set its devices to 'all', and it gets the devices that no other pool lists. A pool
+  without devices is an error, except on a host without devices.
+- A device is identified by its number in the broker's list, its UUID, or a unique prefix of its UUID. `model:A100` selects all devices with
   that text in their name.
 """
 
@@ -42,7 +42,7 @@ COMMON_KEYS = (
 class Pool(HasTraits):
     """A configured pool. Durations are in ms, memory in MiB, and fractions, prices and shares in thousandths.
 
-    Each key is a `Setting`, whose `to` names the fields of the arbiter's `PoolSpec` that it fills.
+    Each key is a `Setting`, and the setting's `to` names the fields it fills in the arbiter's `PoolSpec`.
     """
 
     # fmt: off
@@ -311,7 +311,7 @@ class Pool(HasTraits):
     # fmt: on
 
     def __init__(self, name: str = "", raw: Mapping[str, object] | None = None) -> None:
-        """Parse the keys of the configuration. Raises ValueError with the name of the wrong key."""
+        """Parse the pool's configuration keys. Raises ValueError with the name of the invalid key."""
         super().__init__()
         self.name, self.raw = name, dict(raw or {})
         for key, value in self.raw.items():
@@ -340,7 +340,7 @@ class Pool(HasTraits):
 
     @property
     def tariff(self) -> Tariff:
-        """The pool's tariff. Without a price, it only counts device time."""
+        """The pool's tariff. If no price is set, only device time is counted."""
         return Tariff(
             currency=self.price.unit if self.price is not None else "",
             price_milli=self.price.milli if self.price is not None else 0,
@@ -350,7 +350,7 @@ class Pool(HasTraits):
         )
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
-        """Return the name and terms of the group with the best terms, or None if none of these groups may use the pool."""
+        """Return the name and terms of whichever of these groups has the best terms, or None if none of them may use the pool."""
         if self.groups is None:
             return "", GroupTerms()
         mine = [(name, self.groups[name]) for name in groups if name in self.groups]
@@ -385,7 +385,7 @@ def parse_pools(value: object) -> tuple[Pool, ...]:
 
 
 def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
-    """Return the devices that the reference names: one device, or all devices of a model.
+    """Return the devices selected by the reference: one device, or all devices of a model.
 
     Raises ConfigError if no device matches or if several UUIDs match.
     """
@@ -410,7 +410,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
 def assign(
     pools: Sequence[Pool], where: str, devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
-    """Assign devices to pools, in the order of `pools`. `managed` are the `devices` that the broker may use. Raises ConfigError."""
+    """Assign devices to pools, in the order of `pools`. `managed` lists the devices the broker may use. Raises ConfigError."""
     usable = {device.device_id for device in managed}
     owner: dict[str, str] = {}
     for pool in pools:

@@ -1,9 +1,9 @@
 """The settings of a broker. Each is declared once, with its parser, default, example and help.
 
-- Without an explicit file, every `jupyter_gpu_config.py` along Jupyter's configuration path is read. The system's file comes first and the
-  user's last, so that the user's values win. The command line wins over all files.
-- An unknown class or setting is an error with a suggestion, although traitlets would only warn.
-- A configuration is a program, so a file that any user can write to is not run.
+- If no file is given, every `jupyter_gpu_config.py` on Jupyter's configuration path is read, from the system's to the user's, so that the
+  user's values take precedence. The command line overrides all files.
+- An unknown class or setting is reported as an error, with a suggestion, whereas traitlets would only issue a warning.
+- A configuration file is a program, so it is not run if any user can write to it.
 - Loading checks everything that does not depend on the machine's devices. `managed` and `pool_specs` check the rest.
 """
 
@@ -38,8 +38,8 @@ SECTION = "GPUBroker"
 class Settings(HasTraits):
     """The settings of a broker.
 
-    Memory is in MiB, durations are in ms, and fractions in milli-GPU. The help of each setting explains what None means. `files` lists the
-    files that were read.
+    Memory is in MiB, durations are in ms, and fractions in milli-GPU. Each setting's help explains what None means. `files` lists the files
+    that were read.
     """
 
     # fmt: off
@@ -237,7 +237,7 @@ class Settings(HasTraits):
     # fmt: on
 
     def __init__(self, written: Mapping[str, tuple[object, str]], files: tuple[Path, ...] = ()) -> None:
-        """Parse the configured values, each of which comes with its origin. Raises ConfigError."""
+        """Parse the configured values, each of which is paired with its origin. Raises ConfigError."""
         super().__init__()
         self.files = files
         self._origins = {name: origin for name, (_, origin) in written.items()}
@@ -268,18 +268,18 @@ class Settings(HasTraits):
                 )
 
     def where(self, name: str) -> str:
-        """Return the setting's name and where its value comes from, for errors."""
+        """Return the setting's name and where its value comes from, for error messages."""
         origin = self._origins.get(name)
         return f"{origin}: c.{SECTION}.{name}" if origin else f"c.{SECTION}.{name}"
 
     @property
     def first_pool(self) -> Pool:
-        """The pool of kernels that name no pool."""
+        """The pool for kernels that do not name one."""
         return next((pool for pool in self.pools if pool.name == (self.default_pool or "default")), self.pools[0])
 
     @property
     def first_fraction(self) -> int:
-        """The fraction of kernels that name no fraction, in milli-GPU."""
+        """The fraction for kernels that do not name one, in milli-GPU."""
         offered = self.first_pool.fractions
         if self.default_fraction is not None:
             return self.default_fraction
@@ -301,21 +301,21 @@ class Settings(HasTraits):
             raise config_error(self.where("admin_group"), self.admin_group, problem) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
-        """Return how much host memory suspended state may use on a machine with `total_mib`. The result is at most `total_mib`."""
+        """Return how much host memory suspended state may use, in MiB, given the machine's total. The result never exceeds the total."""
         amount, is_share = self.host_memory
         return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
     def overhead_mib(self, *, simulated: bool) -> int:
-        """Return the device memory in MiB that no lease may have.
+        """Return how much of a device's memory is not available to leases, in MiB.
 
-        This is the driver's own memory and the margin that must stay free when a kernel is restored.
+        This covers the driver's own memory, and the margin that must stay free so that a kernel can be restored.
         """
         if self.device_overhead is not None:
             return self.device_overhead
         return 0 if simulated else DRIVER_MIB + RESTORE_MARGIN_MIB
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
-        """Return the devices among the host's `devices` that this broker manages, in the order of their numbers. Raises ConfigError."""
+        """Return the devices this broker manages, ordered by number. `devices` lists all devices of the host. Raises ConfigError."""
         if self.devices is None:
             return tuple(devices)
         found = [pools.find_devices(self.where("devices"), one, devices) for one in self.devices]
@@ -323,7 +323,7 @@ class Settings(HasTraits):
         return tuple(device for device in devices if device.device_id in chosen)
 
     def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:
-        """Return the pools with their devices. `devices` are all devices of the host, in the order of their numbers.
+        """Return the pools with their devices. `devices` lists all devices of the host, ordered by number.
 
         Raises ConfigError.
         """
@@ -342,7 +342,7 @@ def load(
 ) -> Settings:
     """Load the settings from the files and from `overrides`, whose values come from `origin`.
 
-    An override of None means that the setting is not given. Raises ConfigError.
+    Overrides that are None are ignored. Raises ConfigError.
     """
     files = _search() if config_file is None else (Path(config_file).absolute(),)
     written: dict[str, tuple[object, str]] = {}
@@ -354,7 +354,7 @@ def load(
 
 
 def _search() -> tuple[Path, ...]:
-    """Return the configuration files along Jupyter's configuration path, the least important first."""
+    """Return the configuration files on Jupyter's configuration path, in increasing order of precedence."""
     try:
         folders = jupyter_config_path()
     except RuntimeError as error:  # this user has no home folder
@@ -420,7 +420,7 @@ c = get_config()  # noqa
 
 
 def example_config() -> str:
-    """Return a configuration file that explains every setting and comments it out."""
+    """Return a configuration file in which every setting is explained and commented out."""
     parts = [_HEAD]
     for name, setting in sorted(SETTINGS.items()):
         if name == "pools":

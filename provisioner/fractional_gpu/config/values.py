@@ -1,7 +1,7 @@
-"""Settings, their parsers, and the errors for wrong values.
+"""Settings, their parsers, and the errors for invalid values.
 
-A parser takes a configured value and returns a plain value: sizes in MiB, durations in milliseconds, and fractions and shares in
-thousandths. For a wrong value it raises ValueError (never TypeError) with a message that says what is allowed.
+A parser converts a configured value to a plain one: sizes to MiB, durations to milliseconds, and fractions and shares to thousandths. For
+an invalid value, it raises ValueError (never TypeError) with a message that says what is allowed.
 """
 
 import pwd
@@ -52,7 +52,7 @@ class ConfigError(Exception):
 
 
 class PartError(ValueError):
-    """A part of a value is wrong. `inside` says which part, such as `['limit']`."""
+    """One part of a value is invalid. `inside` says which part, such as `['limit']`."""
 
     def __init__(self, inside: str, value: object, problem: object) -> None:
         super().__init__(str(problem))
@@ -80,7 +80,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 class Setting(TraitType[G, Any]):
-    """A setting with its parser, its default and an example as an administrator would write them, and its help.
+    """A setting with its parser and help, and with a default and an example as an administrator would write them.
 
     `to` names the fields of `PoolSpec` that the setting fills.
     """
@@ -103,7 +103,7 @@ class Setting(TraitType[G, Any]):
 
 
 def settings_of(kind: type) -> dict[str, "Setting[Any]"]:
-    """Return a class's settings by name, in the order of declaration."""
+    """Return a class's settings by name, in the order in which they are declared."""
     return {name: one for name, one in vars(kind).items() if isinstance(one, Setting)}
 
 
@@ -136,9 +136,9 @@ def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | N
 
 
 def idle_after(value: object) -> tuple[int | None, bool]:
-    """Return the idle time in ms after which a kernel is suspended, and whether the arbiter chooses it.
+    """Return the idle time in ms after which a kernel is suspended, and whether the arbiter decides when to suspend it instead.
 
-    If the time is None, kernels are suspended only when room is needed.
+    If the time is None and the arbiter does not decide, kernels are suspended only when room is needed.
     """
     found = or_word("auto", or_word("on-demand", duration()))(value)
     return found, value == "auto"
@@ -237,7 +237,7 @@ def _limit(name: str, raw: object) -> int:
 
 
 def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
-    """Parse the limits of each group, and sort them by the group's name."""
+    """Parse each group's limits, sorted by group name."""
     allowed = "expected a dictionary such as {'students': {'leases': 60, 'resident': 2}}"
     if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
         raise ValueError(f"{allowed}, of at most {_MOST_GROUPS} groups")
@@ -277,7 +277,7 @@ def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
 
 
 def boolean(value: object) -> bool:
-    """Return the value, which must be True or False. 0, 1 and strings are refused."""
+    """Return the value, which must be True or False. 0, 1 and strings are rejected."""
     if not isinstance(value, bool):
         raise ValueError("expected True or False")
     return value
@@ -297,7 +297,7 @@ def whole_number(least: int, most: int) -> Callable[[object], int]:
 def device_references(value: object) -> tuple[str, ...] | None:
     """Return references to devices, or None for 'all'.
 
-    A reference is a number as text, a UUID, the beginning of a UUID, or a model.
+    A reference is a device number as text, a UUID, the beginning of a UUID, or a model.
     """
     if value == "all":
         return None
@@ -311,7 +311,7 @@ def device_references(value: object) -> tuple[str, ...] | None:
 
 
 def log_level(value: object) -> str:
-    """Return the log level in capital letters."""
+    """Return the log level in upper case."""
     return one_of(*_LOG_LEVELS)(value.upper() if isinstance(value, str) else value)
 
 
@@ -354,7 +354,7 @@ def library(value: object) -> str:
 
 
 def account(value: object) -> int | None:
-    """Return the uid of a user of this host, or None if the name is empty."""
+    """Return the uid of a user on this host, or None if the name is empty."""
     try:
         return pwd.getpwnam(str(value)).pw_uid if value else None
     except (KeyError, ValueError):
@@ -364,7 +364,7 @@ def account(value: object) -> int | None:
 def notice_source(value: object) -> Path | str | None:
     """Return the path of a file, a URL, or None if the value is empty.
 
-    The host of a URL must be the loopback address or the clouds' link-local metadata address.
+    A URL's host must be the loopback address or the link-local address of cloud metadata services.
     """
     if not isinstance(value, str) or "://" not in value:
         return path("/run/revoked")(value)
@@ -385,7 +385,7 @@ def notice_source(value: object) -> Path | str | None:
 
 
 def file_size(value: object) -> int:
-    """Convert the size of a file to MiB, at least 1."""
+    """Convert a file size to MiB. It must be at least 1 MiB."""
     mib = memory(value)
     if not 1 <= mib <= _MOST_FILE_MIB:
         raise ValueError("expected a size from 1MiB to 1TiB")
@@ -393,7 +393,7 @@ def file_size(value: object) -> int:
 
 
 def metrics_address(value: object) -> tuple[str, int] | None:
-    """Return an IP address and a port, or None if the value is empty. Host names are refused, because their address may change."""
+    """Return an IP address and a port, or None if the value is empty. Host names are rejected, because their addresses may change."""
     if value == "":
         return None
     allowed = "expected an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"

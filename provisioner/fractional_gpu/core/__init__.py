@@ -1,1 +1,1 @@
-"""The arbiter takes events and returns effects, without I/O."""
+"""The arbiter, which turns events into effects and does no I/O."""

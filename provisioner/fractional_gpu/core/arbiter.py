@@ -1,12 +1,11 @@
 """The arbiter decides which lease holds which GPU. It takes events and returns effects.
 
 Only `handle` changes state. It applies the event to the books (`lifecycle`), then serves the waiting leases (`scheduler`). The arbiter does
-no I/O and has no clock, because each event carries its time. It uses only integers, so the same events always give the same effects.
+no I/O and has no clock, because every event carries its time. It uses only integers, so the same events always produce the same effects.
 
-Operations (suspend and resume) take time. Each starts with an effect that carries an operation id and the lease's generation. The event
-that reports the result carries the same two values. If they are out of date, the result only frees its swap channel. Events about unknown
-or ended leases are ignored, because the driver's view is always slightly out of date. An impossible event raises ValueError before anything
-changes.
+Operations (suspend and resume) take time. Each begins with an effect that carries an operation id and the lease's generation, and the event
+that reports the result carries both as well. If they are out of date, the result only frees its swap channel. Events about unknown or ended
+leases are ignored, because the driver's view is always slightly out of date. An impossible event raises ValueError before anything changes.
 """
 
 from collections import Counter
@@ -119,9 +118,9 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Forecast the waits and cells that began with the last event.
+        """Make the forecasts for waits and cells that began with the last event.
 
-        The driver calls this after it has sent the effects, so that they are sent sooner. Otherwise the next `handle` does this work first.
+        The driver calls this after sending the effects, so that they are not delayed. Otherwise, the next `handle` does this work first.
         The decisions are the same either way.
         """
         if not self._deferred_work_done:
@@ -129,7 +128,7 @@ class Arbiter:
             self._changes.forecast_recorder.run_deferred_work()
 
     def _set_wake(self, *, ticked: bool) -> None:
-        """Request the next tick if its time has changed, or if this event is the tick that was requested last (`ticked`)."""
+        """Request the next tick if its time has changed, or if the current event is itself a tick (`ticked`)."""
         wake_ms = self._scheduler.wake_ms()
         if wake_ms != self._wake_ms or (ticked and wake_ms is not None):
             self._wake_ms = wake_ms
@@ -255,7 +254,7 @@ class Arbiter:
         return None if lease is None else self._view(lease)
 
     def leases(self) -> list[LeaseView]:
-        """Return every living lease, oldest first. The result is cached until the next event."""
+        """Return all active leases, oldest first. The result is cached until the next event."""
         return [self._view(lease) for lease in self._books.leases.values()]
 
     def _view(self, lease: Lease) -> LeaseView:
@@ -265,7 +264,7 @@ class Arbiter:
         return view
 
     def holding(self, lease_id: str) -> Holding | None:
-        """Return what the lease holds and is charged for from now on, or None if the lease is unknown or has no process."""
+        """Return what the lease now holds and is charged for, or None if the lease is unknown or has no process."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else _holding(lease)
 
@@ -286,12 +285,12 @@ class Arbiter:
             return _ticket_views(self._books, pool, self._changes.forecast_recorder)
 
     def slowdown(self, lease_id: str) -> Slowdown:
-        """Estimate how much neighbours slow down the lease's cell, or would slow it down on the device that it waits for."""
+        """Estimate how much neighbours slow down the lease's cell, or would slow it down on the device it is waiting for."""
         lease = self._books.leases.get(lease_id)
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
     def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when busy leases will have completed their turns and can make room for the lease, or None if waiting does not help."""
+        """Return when busy leases will have completed their turns and can make room for the lease, or None if waiting would not help."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
 
@@ -309,12 +308,12 @@ class Arbiter:
             return self._changes.forecast_recorder.gate_wait(lease)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many leases wait in each pool. Leases that are being resumed do not count. Pools where none waits can be missing."""
+        """Return how many leases are waiting in each pool, excluding those being resumed. Pools with no waiting leases may be missing."""
         waiting = self._books.waiting.values()
         return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
 
     def queue_delays(self, at_ms: int) -> dict[str, QueueDelay]:
-        """Return how long the tickets of each pool have waited, as of `at_ms`."""
+        """Return how long each pool's tickets have been waiting, as of `at_ms`."""
         with self._as_of(at_ms):
             return {pool: queue_delay(self._books, pool) for pool in self._books.pools}
 
@@ -365,7 +364,7 @@ class Arbiter:
         return self._books.host_reserved_mib
 
     def validate(self) -> None:
-        """Check the whole state. If it is inconsistent, raise InvariantError with a list of everything that is broken."""
+        """Check the whole state. If it is inconsistent, raise InvariantError with a list of all violations."""
         validate(self._books, self._changes.operations)
 
 
@@ -414,10 +413,10 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what the meter counts for the lease, or None if the lease has no process, even if room is reserved for it.
+    """Return what is metered for the lease, or None if the lease has no process, even if room is reserved for it.
 
-    The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
-    outlived its kernel, might run on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.
+    A lease holds its devices while it has a reservation on them, including during swaps. It is busy while a cell, or a process that
+    outlived its kernel, might be running on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.
     """
     spec, held = lease.spec, lease.held_mib > 0
     if lease.state in _WITHOUT_PROCESS:

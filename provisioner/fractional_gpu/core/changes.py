@@ -1,7 +1,7 @@
 """The only place where a lease's state or ticket changes. Each change updates the books and emits effects.
 
-The methods for states come first, then those for the queue and gates, and then those for swaps. `transitions` defines which changes are
-legal. `lifecycle` calls these methods for events, and `scheduler` for the queue.
+The methods for states come first, followed by those for the queue and gates, and those for swaps. `transitions` defines which changes are
+legal. `lifecycle` calls these methods to handle events, and `scheduler` calls them to serve the queue.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Changes:
         return self.books.now_ms
 
     def take_effects(self) -> list[Effect]:
-        """Return the event's effects in order, and forget them."""
+        """Return the event's effects in order, and clear them."""
         for pool in sorted(self.requeued):
             self.effects.append(TicketsChanged(pool=pool))
         self.requeued.clear()
@@ -70,7 +70,7 @@ class Changes:
     # -- states ------------------------------------------------------------------------------------------------------------------
 
     def change_state(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the lease's state for this cause. Raise IllegalTransitionError if `transitions.TABLE` does not allow it."""
+        """Change the lease's state as `cause` requires. Raise IllegalTransitionError if `transitions.TABLE` does not allow it."""
         old = lease.state
         new = next_state(old, cause)
         lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
@@ -100,7 +100,7 @@ class Changes:
             self.requeued.add(lease.spec.pool)
 
     def record(self, lease_id: str, reason: str, sentence: str) -> None:
-        """Add a line to the lease's story."""
+        """Add a line to the lease's history."""
         self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
 
     def decline(self, lease: Lease, reason: str, sentence: str, *, about: str = "") -> None:
@@ -108,7 +108,7 @@ class Changes:
         self.record(lease.lease_id, f"declined.{reason}", sentence)
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Decline and forget the request to suspend the lease."""
+        """Decline the request to suspend the lease, and clear it."""
         lease.suspend_requested_by = None
         self.decline(lease, reason, sentence)
 
@@ -133,7 +133,7 @@ class Changes:
         lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
 
     def release_everything(self, lease: Lease) -> None:
-        """Free everything that the lease holds. An operation in progress keeps its swap channel until its worker answers."""
+        """Free everything the lease holds. An operation in progress keeps its swap channel until its worker answers."""
         self.withdraw_ticket(lease)
         self.books.parked.pop(lease.lease_id, None)
         lease.suspend_requested_by = None
@@ -156,7 +156,7 @@ class Changes:
         lease.expectation = lease.rhythm_ms = None
 
     def set_pin(self, lease: Lease, until_ms: int) -> None:
-        """Set when the pin ends, or 0 for no pin, and charge its remaining time to the owner's pin budget. This emits no effect."""
+        """Set the time when the pin ends (0 for no pin), and charge its remaining time to the owner's pin budget. This emits no effect."""
         account = self.books.accounts.of(lease)
         spent_ms = account.spent_pin_ms(self.books.policy(lease), self.now_ms) - max(
             0, lease.pinned_until_ms - self.now_ms
@@ -176,7 +176,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Put a lease in quarantine and ask the driver for its real state. Until then, all memory that it might hold stays reserved."""
+        """Quarantine a lease and ask the driver for its real state. Until the driver answers, all memory it might hold stays reserved."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
@@ -213,7 +213,7 @@ class Changes:
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
-        """Return a new ticket. It comes after all tickets of the same priority or, if `first` is set, before them."""
+        """Return a new ticket, which comes after all other tickets of the same priority or, if `first` is set, before them."""
         order = self._next_order - _AHEAD_OF_ALL if first else self._next_order
         ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
@@ -226,11 +226,11 @@ class Changes:
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
-        """Queue the next cell of a lease whose gate is closed. No cell of the lease runs until the arbiter lets this cell run."""
+        """Queue the next cell of a lease whose gate is closed. None of the lease's cells run until the arbiter lets this one through."""
         self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
-        """Open the gate of a resident lease whose room no ticket needs anymore."""
+        """Open the gate of a resident lease, because no ticket needs its room any longer."""
         self.books.set_gate(lease, closed=False)
         self.emit_granted(lease)
 
@@ -241,7 +241,7 @@ class Changes:
         lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Record in the lease's story why its ticket waits, unless the cause of the last state change already says so."""
+        """Add the reason the ticket is waiting to the lease's history, unless the last state change already gave the same reason."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code
@@ -253,11 +253,11 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether a swap channel is free for a suspend or resume. Channels kept free for suspends before a deadline do not count."""
+        """Whether a swap channel is free for a suspend or resume. Channels reserved for suspends before a deadline are not counted."""
         return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
-        """Reserve room for a lease. If its state is saved, resume it. Otherwise it becomes resident at once."""
+        """Reserve room for a lease. If its state is saved, resume it. Otherwise, make it resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         own_mib = lease.unreserved_mib
@@ -319,7 +319,7 @@ class Changes:
         )
 
     def ask_to_shrink(self, lease: Lease) -> bool:
-        """Ask the kernel of an idle lease to free its caches, at most once until its next cell. Return whether its answer is pending."""
+        """Ask an idle lease's kernel to free its caches, at most once before its next cell. Return whether its answer is pending."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
             lease.shrink.is_requested = True
@@ -327,7 +327,7 @@ class Changes:
         return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
-        """Begin a suspend, which preempts the lease if it is working. Raise ValueError if host memory is too short."""
+        """Begin a suspend, which preempts the lease if it is working. Raise ValueError if there is not enough host memory."""
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory; only {left_mib} MiB is left")
@@ -359,14 +359,14 @@ class Changes:
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:
-        """Record a suspend or resume of the lease on a free swap channel. It carries the generation of the lease's last state change."""
+        """Record a suspend or resume on a free swap channel, with the generation of the lease's last state change."""
         operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
         self._next_operation += 1
         self.operations[operation.operation_id] = lease.operation = operation
         return operation
 
     def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
-        """Free the channel of a suspend or resume that ended. Return its lease and duration in ms, or None if the report is out of date."""
+        """Free the channel of a suspend or resume that has ended. Return its lease and duration in ms, or None for an outdated report."""
         operation = self.operations.get(reported.operation_id)
         known = operation == reported
         if known:

@@ -1,6 +1,6 @@
-"""What the arbiter asks its driver (broker or simulator) to do.
+"""Defines what the arbiter asks its driver (broker or simulator) to do.
 
-Recorded event logs contain digests of the names of effects and their fields, so these names are a file format.
+Recorded event logs contain digests of the names of effects and their fields, so these names are part of a file format.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class LeaseRefused(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined(LeaseEffect):
-    """A request about an existing lease cannot be met now."""
+    """A request about an existing lease cannot be granted at the moment."""
 
     reason: str
     sentence: str
@@ -62,7 +62,7 @@ class Granted(DeviceEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspend(DeviceEffect):
-    """Suspend the lease. Answer with `SuspendFinished` and the same operation id and generation."""
+    """Suspend the lease. Answer with `SuspendFinished`, using the same operation id and generation."""
 
     operation_id: int
     generation: int
@@ -74,15 +74,15 @@ class Suspend(DeviceEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGate(LeaseEffect):
-    """The resident lease must make room once its running cell has ended. Let this cell continue, and hold back the next one.
+    """The resident lease must make room once its current cell has ended. Let that cell continue, and hold back the next one.
 
-    Send `Wanted` when the kernel asks to run that cell, or starts it without our extension. `Granted` opens the gate again.
+    Send `Wanted` when the kernel asks to run the next cell or, if it lacks our extension, starts it. `Granted` opens the gate again.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink(LeaseEffect):
-    """Make the idle kernel free its cached device memory, because host memory is short. Always answer with `Shrunk`."""
+    """Make the idle kernel free its cached device memory, because host memory is running low. Always answer with `Shrunk`."""
 
     generation: int
 
@@ -116,7 +116,7 @@ class Resized(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned(LeaseEffect):
-    """The lease will not be suspended for others or for being idle before `until_ms`. If `until_ms` is 0, the lease is not pinned."""
+    """Until `until_ms`, the lease will not be suspended to make room or for being idle. If `until_ms` is 0, the lease is not pinned."""
 
     until_ms: int
 
@@ -130,9 +130,9 @@ class SuspendAnnounced(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNotice(LeaseEffect):
-    """Tell the lease's user in the notebook at once that the lease's device will become unavailable, or that it stays after all.
+    """Tell the lease's user at once, in the notebook, that the device will become unavailable, or that it will stay available after all.
 
-    The arbiter also records this in the lease's story.
+    The arbiter also records this in the lease's history.
     """
 
     reason: str
@@ -148,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """The pool's `revoked_ttl_ms` has passed since the seat ended. End the lease's processes. This is repeated until they have ended."""
+    """The pool's `revoked_ttl_ms` has passed since the seat ended. End the lease's processes. The effect is repeated until they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class StateChanged(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded(LeaseEffect):
-    """A new line of the lease's story, which is the history that users can read."""
+    """A new line in the lease's history, which users can read."""
 
     at_ms: int
     reason: str  # machine-readable, e.g. "suspend.idle", "suspend.needed-by", "wait.busy-neighbour"
@@ -185,6 +185,6 @@ class TicketsChanged(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt(Effect):
-    """Send `Tick` at this time instead of the time of the previous `WakeAt`. If the time is None, no tick is needed."""
+    """Send `Tick` at this time, which replaces the time of the previous `WakeAt`. If the time is None, no tick is needed."""
 
     at_ms: int | None

@@ -1,7 +1,7 @@
-"""The arbiter's inputs, as data. `at_ms` is the time of an event, and the arbiter has no other clock.
+"""Defines the events that the arbiter handles. `at_ms` is an event's time, and the arbiter has no other clock.
 
-The arbiter's clock never goes back. If `at_ms` is earlier than the time of the last event, the time of the last event is used. Event logs
-contain the names of events and of their fields, so these names are a file format.
+The arbiter's clock never goes backwards. If `at_ms` is earlier than the last event's time, that time is used instead. Event logs contain
+the names of events and their fields, so these names are part of a file format.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Event:
 
     @property
     def lease_ids(self) -> tuple[str, ...]:
-        """The leases that the event concerns."""
+        """The leases affected by the event."""
         return ()
 
 
@@ -43,18 +43,18 @@ class DeviceSeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLost(Event):
-    """A device fell off the bus or does not respond. It admits no lease until the next `DeviceSeen`."""
+    """A device fell off the bus or does not respond. It admits no leases until the next `DeviceSeen`."""
 
     device_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """An administrator drains a device. It admits no lease, and its idle leases are suspended. With `evict_busy`, so are its busy leases.
+    """An administrator drains a device. It admits no leases, and its idle leases are suspended. With `evict_busy`, so are its busy leases.
 
-    If `deadline_ms` is given, the device becomes unavailable then (`revoke`). Before that, leases that can be saved are suspended, even
-    during a cell, and the users of other leases get a `UserNotice`. Afterwards, the drain continues like a drain without a deadline. A
-    later event replaces this one.
+    If `deadline_ms` is given, the device becomes unavailable at that time (`revoke`). Before then, leases that can be saved are suspended,
+    even during a cell, and the users of other leases get a `UserNotice`. After the deadline, the drain continues as if there had been no
+    deadline. A later event replaces this one.
     """
 
     device_id: str
@@ -78,9 +78,9 @@ class PoolConfigured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """The total host memory for suspended state is `budget_mib`, including the part in use.
+    """Suspended state may use `budget_mib` of host memory in total, including the part already in use.
 
-    If more than that is saved, leases are resumed early until the rest fits.
+    If more than that is in use, leases are resumed early until the rest fits.
     """
 
     budget_mib: int
@@ -90,7 +90,7 @@ class HostMemorySeen(Event):
 class LeaseRequested(Event):
     """A new lease is requested. The answer is `LeaseAdmitted` or `LeaseRefused`.
 
-    `needs_reservation` is set for a kernel without a gate. Its ticket is filed at once.
+    `needs_reservation` is set for a kernel without a gate, which gets a ticket at once.
     """
 
     spec: LeaseSpec
@@ -114,9 +114,9 @@ class LeaseRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached(LeaseEvent):
-    """The lease has a live process. It becomes resident if it already has a reservation. Otherwise it has no CUDA context (`NO_CONTEXT`).
+    """The lease has a live process. It becomes resident if it already has a reservation. Otherwise, it has no CUDA context (`NO_CONTEXT`).
 
-    If the last kernel left processes behind, the lease keeps its state and belongs to the new kernel.
+    If the previous kernel left processes behind, the lease keeps its state and is now used by the new kernel.
     """
 
     gated: bool
@@ -124,16 +124,16 @@ class Attached(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExited(LeaseEvent):
-    """The kernel process has ended. The lease gives up everything that it held and becomes unattached."""
+    """The kernel process has ended. The lease gives up everything it held and becomes unattached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftBehind(LeaseEvent):
-    """The kernel process has ended, but its child processes still have memory on a device, or saved on the host.
+    """The kernel process has ended, but its child processes still hold memory on a device or have memory saved on the host.
 
-    The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` reports that they have ended, or `Attached`
-    reports a new kernel process. A saved lease gets a ticket. `what` describes the processes. If they change, the event is sent again.
-    The event is ignored for a lease without a device or saved memory.
+    The lease keeps its reservation and is treated as busy until `ProcessExited` or `LeaseReleased` reports that they have ended, or
+    `Attached` reports a new kernel process. A lease with saved memory gets a ticket. `what` describes the processes. If they change, the
+    event is sent again. The event is ignored for a lease without a device or saved memory.
     """
 
     what: str
@@ -141,7 +141,7 @@ class LeftBehind(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(LeaseEvent):
-    """The lease is over. A second release is ignored. `reason` is a code for the lease's story and the counters."""
+    """The lease has ended. A second release is ignored. `reason` is a code for the lease's history and the counters."""
 
     reason: str = "released"
 
@@ -151,8 +151,8 @@ class SeatEnded(LeaseEvent):
     """The lease's seat ended at `since_ms`, so the lease is revoked. A second event is ignored.
 
     A lease without a process ends at once. Any other lease loses its ticket, is suspended as soon as possible, even during a cell, and ends
-    with its process. It cannot become resident before `SeatRenewed`. The effect `EndProcesses` follows when the pool's `revoked_ttl_ms` has
-    passed since `since_ms`.
+    when its process does. It cannot become resident until `SeatRenewed`. Once the pool's `revoked_ttl_ms` has passed since `since_ms`, the
+    effect `EndProcesses` follows.
     """
 
     since_ms: int
@@ -167,7 +167,7 @@ class SeatRenewed(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityChanged(LeaseEvent):
-    """The lease's priority changes, because a budget of its owner or group is used up or available again. Its ticket keeps its age."""
+    """The lease's priority changes, because its owner's or group's budget is used up or available again. Its ticket keeps its age."""
 
     priority: int | None  # None restores the lease's own priority
     sentence: str  # explains the change in the lease's story
@@ -182,7 +182,7 @@ class Wanted(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwanted(LeaseEvent):
-    """No cell waits any more, because the wait was interrupted or the client is gone.
+    """No cell is waiting any more, because the wait was interrupted or the client is gone.
 
     The ticket is withdrawn. A resume in progress is completed.
     """
@@ -200,7 +200,7 @@ class BusyChanged(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The device memory that a lease's process tree uses now, in MiB.
+    """The device memory that a lease's process tree is using now, in MiB.
 
     `util_milli` is the mean utilisation of its devices over the last period, in thousandths of a device, or None if it is unknown. It is
     ignored unless the lease is busy.
@@ -213,7 +213,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasesMeasured(Event):
-    """Measurements of several leases, at most one for each. The queue is served once, after all of them."""
+    """Measurements of several leases, at most one per lease. The queue is served once, after all of them have been handled."""
 
     measurements: tuple[Measurement, ...]
 
@@ -224,9 +224,9 @@ class LeasesMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected(LeaseEvent):
-    """There is a sign that the lease's next cell will come before `until_ms`.
+    """There is a sign that the lease's next cell will start before `until_ms`.
 
-    `confidence_milli` is the sender's estimate of the probability that the cell comes, in thousandths.
+    `confidence_milli` is the sender's estimate of the probability that it does, in thousandths.
     """
 
     until_ms: int
@@ -236,7 +236,7 @@ class Expected(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrunk(LeaseEvent):
-    """The answer to `Shrink`. `used_mib` is what the process tree uses without its caches, or None if it could not free them now."""
+    """The answer to `Shrink`. `used_mib` is what the process tree uses without its caches, or None if they could not be freed now."""
 
     generation: int
     used_mib: int | None = None
@@ -244,9 +244,9 @@ class Shrunk(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointable(LeaseEvent):
-    """The broker found out whether the lease's process can be checkpointed.
+    """The broker has found out whether the lease's process can be checkpointed.
 
-    `why_not` is a sentence that explains why it never can be. It is empty if the process can be checkpointed.
+    `why_not` is a sentence that explains why this will never be possible. It is empty if the process can be checkpointed.
     """
 
     why_not: str = ""
@@ -274,7 +274,7 @@ class MoveRequested(LeaseEvent):
     """An administrator moves an idle, resident lease to `device_id`, or to any other device of its pool if that is None.
 
     The answer is `Suspend`, after which the lease automatically resumes on its target, or `Declined` with `about` set to "move". A move
-    ends a pin.
+    ends the lease's pin.
     """
 
     device_id: str | None = None
@@ -282,10 +282,10 @@ class MoveRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequested(LeaseEvent):
-    """A new size is requested for an existing lease. The answer is `Declined`, or `Resized`, at once or when there is room.
+    """A new size is requested for an existing lease. The answer is `Declined`, or `Resized`, either at once or when there is room.
 
-    A resident lease that grows keeps its reservation until its device has room for more, and idle neighbours are suspended for it. An idle
-    lease that can move goes to a device with room. A new request replaces an older one that still waits.
+    A resident lease that grows keeps its reservation until its device has room for more, and idle neighbours are suspended to make room. An
+    idle lease that can be moved goes to a device with room. A new request replaces an older one that is still waiting.
     """
 
     fraction_milli: int
@@ -319,7 +319,7 @@ class SuspendOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemoryNeeded(LeaseEvent):
-    """A suspend in progress must save `need_mib`, which is more than is reserved. The arbiter reserves it if the host has room."""
+    """A suspend in progress has to save `need_mib`, which is more than was reserved. The arbiter reserves it if the host has room."""
 
     operation_id: int
     generation: int

@@ -1,15 +1,15 @@
-"""Resumes suspended leases before a cell asks for them, because a cell is expected or because host memory is short.
+"""Resumes suspended leases before a cell needs them, either because a cell is expected or because host memory is short.
 
-**Expectations.** Front ends and the kernel send signs that a cell is near. The lease's own rhythm is another sign. If a cell comes in time,
-all signs of it count as right, and otherwise as wrong. The arbiter learns this for each lease and kind of sign. Signs never resume a lease
-that its user suspended. Only a cell does.
+**Expectations.** Front ends and the kernel send signs that a cell is about to run. The rhythm of the lease's earlier cells is another sign.
+If a cell runs in time, all of its signs are counted as right, otherwise as wrong. This is how the arbiter learns how reliable each kind of
+sign is for each lease. A lease suspended on request is resumed only when a cell needs it, never because of a sign.
 
-**Early resumes** use only room and swap channels that no ticket needs. A resume begins early if no ticket waits in the pool, a swap channel
-is free, and the resume is predicted to take at most `foresight_swap_ms`. A lease that was resumed early makes room for a ticket at once. If
-no room is free, a pool with `Foresight.DISPLACE` suspends idle leases that are expected later, if this saves more waiting than it costs.
-Wasted early swaps are limited per device and hour (`foresight_vain_mib`), which bounds the cost of misleading signs.
+**Early resumes** use only room and swap channels that no ticket needs. An early resume begins if no ticket is waiting in the pool, a swap
+channel is free, and the resume is predicted to take at most `foresight_swap_ms`. A lease resumed early makes room as soon as a ticket needs
+it. If no room is free, a pool with `Foresight.DISPLACE` suspends idle leases whose cells are expected later, if this saves more waiting
+than it costs. Wasted early swaps are limited per device and hour (`foresight_vain_mib`), which bounds the cost of misleading signs.
 
-**Relief.** While host memory is short and no ticket waits, saved leases are resumed until there is enough host memory.
+**Relief.** While host memory is short and no ticket is waiting, saved leases are resumed until enough host memory is free.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -23,7 +23,7 @@ from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli,
 from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
-"""A cell is expected for at most this long after its last sign."""
+"""The longest a cell can remain expected after its last sign."""
 _HOUR_MS = 3_600_000
 _SIGNS = {
     Sign.FOCUS: "its notebook came to the front",
@@ -39,14 +39,14 @@ _SIGNS = {
 
 
 class Expectations:
-    """Records signs that a cell is coming, and whether a cell then came."""
+    """Records signs that a cell is about to run, and whether one did."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
 
     def seen(self, lease: Lease, sign: Sign, until_ms: int, confidence_milli: int) -> None:
-        """Record a sign that a cell will come before `until_ms`."""
+        """Record a sign that a cell will run before `until_ms`."""
         books, now_ms = self._books, self._changes.now_ms
         until_ms = min(until_ms, now_ms + LONGEST_MS)
         if until_ms <= now_ms or not self._may_expect(lease):
@@ -63,14 +63,14 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether signs of a coming cell count. They do not while a cell runs or waits, or if only a cell may resume the lease."""
+        """Return whether signs of a cell matter. They don't if one is running or waiting, or if only a cell may resume the lease."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
         return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
-        """Record that a cell of the lease runs or asks to run. An early suspend or resume for this cell was then not wasted."""
+        """Record that one of the lease's cells is running or asking to run, so an early suspend or resume for it was not wasted."""
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
@@ -78,7 +78,7 @@ class Expectations:
         self._settle(lease, true=True)
 
     def take_due(self, lease: Lease) -> None:
-        """Forget the expected cell if it has not come in time. Expect a cell if the lease's rhythm predicts one for now."""
+        """Stop expecting a cell that did not run in time. Start expecting one if the lease's rhythm predicts one now."""
         now_ms, known = self._changes.now_ms, lease.expectation
         if known is not None and known.until_ms <= now_ms:
             self._settle(lease, true=False)
@@ -90,7 +90,7 @@ class Expectations:
                 self.seen(lease, Sign.RHYTHM, rhythm.until_ms, rhythm.chance_milli)
 
     def await_rhythm(self, lease: Lease) -> None:
-        """Predict from the lease's own rhythm when its next cell becomes likely."""
+        """Predict when the lease's next cell becomes likely, based on its own rhythm."""
         if lease.state is not LeaseState.SUSPENDED or self._books.policy(lease).foresight is Foresight.OFF:
             return
         rhythm = self._books.forecasts.rhythm(lease.lease_id, self._changes.now_ms)
@@ -106,7 +106,7 @@ class Expectations:
 
 
 def resume_expected(changes: Changes) -> None:
-    """Resume leases whose next cell is expected soon, the most likely first, while swap channels are free."""
+    """Resume leases that are expected to run a cell soon, the most likely ones first, while swap channels are free."""
     books = changes.books
     able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if _may_resume_early(books, lease)]
     if not able:
@@ -136,7 +136,7 @@ def _may_resume_early(books: Books, lease: Lease) -> bool:
 
 
 def _resume_or_displace(changes: Changes, lease: Lease, capacity: Capacity) -> None:
-    """Begin to resume the lease. If it fits nowhere, begin to suspend an idle lease to make room, in pools that allow this."""
+    """Begin resuming the lease. If it doesn't fit anywhere, begin suspending an idle lease to make room, if the pool allows this."""
     books, need_mib = changes.books, lease.need_mib
     devices = tuple(
         one for one in eligible_devices(books, books.policy(lease), lease) if _may_swap_early(books, one, lease, ())
@@ -178,7 +178,7 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
 
 
 def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
-    """Return the idle leases to suspend on the device, or None if that would not free enough or is not allowed."""
+    """Return the idle leases to suspend on the device, or None if suspending them is unnecessary, not enough or not allowed."""
     short_mib = lease.need_mib - capacity.total_mib(device_id)
     if short_mib <= 0:
         return None  # leases that are already leaving free enough, so the resume follows later
@@ -191,7 +191,7 @@ def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) 
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` must stay on its device instead of making room for the lease. The two can have different pools."""
+    """Return whether `other` must stay on its device rather than make room for `lease`. The two may belong to different pools."""
     pool = books.policy(other)
     if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
         return True
@@ -199,13 +199,13 @@ def _stays(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` is expected to run a cell before the latest time at which the lease's cell is expected."""
+    """Return whether `other` is expected to run a cell by the latest time at which `lease` is expected to run one."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     return is_expected(books, other) or books.now_ms + next_cell_in_ms(books, other) <= until_ms
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return the expected cost of suspending `victim`: its swap time in ms, times the chance in thousandths that its cell comes first."""
+    """Return the expected cost of suspending `victim`: its swap time in ms, times the chance (in thousandths) that it runs a cell first."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)
@@ -219,7 +219,7 @@ def _resume_ms(books: Books, lease: Lease) -> int:
 
 
 def _may_swap_early(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
-    """Return whether suspending `victims` and resuming `lease` early stays within the device's limit on wasted swaps."""
+    """Return whether suspending `victims` and resuming `lease` early would stay within the device's limit on wasted swaps."""
     device, from_ms = books.devices[device_id], books.now_ms - _HOUR_MS
     while device.early_swaps and device.early_swaps[0].at_ms <= from_ms:
         del device.early_swaps[0]
@@ -238,7 +238,7 @@ def _record_early_swap(books: Books, lease: Lease, device_ids: tuple[str, ...], 
 def relieve_host_memory(changes: Changes) -> None:
     """Resume saved leases early while host memory is short, swap channels are free and a lease fits on a device.
 
-    Leases whose own control group is short of memory come first. The most recently active leases, which are likely to run next, follow. A
+    Leases whose own control group is short of memory come first, followed by the most recently active ones, which are likely to run next. A
     lease that was resumed early is not saved again until host memory allows it.
     """
     books = changes.books
@@ -251,7 +251,7 @@ def relieve_host_memory(changes: Changes) -> None:
 
 
 def _begin_relief(changes: Changes, excess_mib: int) -> bool:
-    """Begin to resume one saved lease early, to free host memory. Return whether a resume has begun."""
+    """Begin resuming one saved lease early to free host memory. Return whether a resume has begun."""
     books, saved = changes.books, _saved_in_order(changes.books, any_lease=excess_mib > 0)
     if not saved:
         return False

@@ -1,17 +1,16 @@
-"""Decides when an idle lease is suspended even though no ticket needs its room.
+"""Decides when to suspend an idle lease even though no ticket needs its room.
 
-A pool sets a fixed time (`idle_after_ms`), or lets the arbiter decide (`idle_auto`). The arbiter suspends a lease once holding its room has
-cost as much as restoring it will cost. This is the ski-rental problem. Whenever the next cell comes, the total cost is at most twice that
-of the better choice.
+A pool either sets a fixed time (`idle_after_ms`) or lets the arbiter decide (`idle_auto`). The arbiter suspends a lease once holding its
+room has cost as much as restoring it will. This is the ski-rental problem: no matter when the next cell runs, the total cost is at most
+twice that of the better choice in hindsight.
 
-- Restoring costs the time of the resume.
-- Holding costs the time that other cells lose. The arbiter learns this time (`HoldCosts`) from how long tickets waited for idle leases to
-  be saved, and divides it by the memory that the pool's idle leases held meanwhile. Lost time counts `_LOST_COUNTS` times.
-- A pool can also set a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
+- The cost of restoring is the time the resume takes.
+- The cost of holding is the time other cells lose. The arbiter learns this cost (`HoldCosts`) by dividing how long tickets waited for idle
+  leases to be saved by the memory the pool's idle leases held in the meantime. Lost time is weighted by `_LOST_COUNTS`.
+- A pool can also put a price on holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
 
-While holding costs nothing, no lease is suspended, because a ticket that needs the room takes it anyway. Saved leases use host memory,
-which might be needed when tickets make suspends necessary. So no lease is suspended this way if more than half of the host memory would
-then be in use.
+While holding costs nothing, no lease is suspended, because a ticket that needs the room gets it anyway. Saved leases use host memory,
+which may be needed later to suspend leases for tickets. So `idle_auto` suspends a lease only if half of host memory stays free.
 """
 
 from typing import TYPE_CHECKING
@@ -52,7 +51,7 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
 
 
 def _spares_host_memory(books: Books, lease: Lease) -> bool:
-    """Return whether half of the host memory stays free if the lease is suspended. Pools with `idle_after_ms` do not require this."""
+    """Return whether suspending the lease would leave half of the host memory free. Pools with `idle_after_ms` do not require this."""
     if books.policy(lease).idle_after_ms is not None:
         return True
     return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
@@ -61,7 +60,7 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
 def suspend_idle(changes: "Changes") -> bool:
     """Suspend leases that have been idle long enough, and schedule a recheck for the others.
 
-    Return whether this freed room that was kept for the growth of one of the suspended leases.
+    Return whether this freed room that was being kept for one of the suspended leases to grow.
     """
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):
@@ -85,13 +84,13 @@ def suspend_idle(changes: "Changes") -> bool:
 
 
 def _neighbours_leave_for(lease: Lease) -> bool:
-    """Return whether neighbours are being suspended to let the lease grow. If the lease left, too, their suspends would be wasted."""
+    """Return whether neighbours are being suspended to let the lease grow. If the lease left as well, their suspends would be wasted."""
     wait = lease.ticket.wait if lease.ticket is not None else None
     return lease.is_growing and wait is not None and wait.code == "wait.making-room"
 
 
 def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
-    """Schedule a check for `due_ms`, when the idle lease should be suspended. If its pool gives warnings, warn the kernel once."""
+    """Schedule a check at `due_ms`, when the idle lease is due to be suspended. If its pool gives warnings, warn the kernel once."""
     books, now_ms = changes.books, changes.now_ms
     warn_ms = books.policy(lease).warn_before_ms
     is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms
@@ -108,7 +107,7 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how long after its last activity the lease should be suspended, in ms, or None while keeping its room costs nothing."""
+    """Return how many ms after its last activity the lease should be suspended, or None while keeping its room costs nothing."""
     # The result is cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
@@ -117,7 +116,7 @@ def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return after how many ms the lease's room has cost as much as a resume. Prices are in millionths of the currency per hour."""
+    """Return how many ms of holding the lease's room cost as much as a resume. Prices are in millionths of the currency per hour."""
     wait = pool.wait_price_milli * 1000
     lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost
@@ -129,12 +128,12 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Before an idle lease is saved for a ticket, add to the ticket's record how long the save is expected to take."""
+    """Add the expected duration of saving an idle lease to the ticket it makes room for. Call this before the lease is saved."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """When a lease gets room, learn how much time its cell lost because idle leases held memory. Without a ticket, it lost none."""
+    """Learn how long a cell was delayed because idle leases held memory. Call this when `lease` gets room. No ticket means no delay."""
     pool = lease.spec.pool
     # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

@@ -1,4 +1,4 @@
-"""Checks that the arbiter's books are consistent. Every sum is recomputed from scratch."""
+"""Checks that the arbiter's books are consistent, recomputing every sum from scratch."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,11 @@ _MAY_HAVE_SAVED = (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANT
 
 
 class InvariantError(AssertionError):
-    """The books are inconsistent, which is a bug in the arbiter. The message lists everything that is broken."""
+    """Raised when the books are inconsistent, which is a bug in the arbiter. The message lists every inconsistency."""
 
 
 def check_devices(books: Books, device_ids: set[str]) -> None:
-    """Check the devices where an event granted room. Raise InvariantError if a device is over-committed."""
+    """Check the devices on which an event granted room. Raise InvariantError if a device is over-committed."""
     for device_id in device_ids:
         device = books.devices[device_id]
         if device.free_mib < 0:
@@ -24,7 +24,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
-    """Check the whole state. If it is inconsistent, raise InvariantError with a list of everything that is broken."""
+    """Check the whole state. Raise InvariantError with a list of all inconsistencies if there are any."""
     broken = [*_sums(books), *_queue(books)]
     for lease in books.leases.values():
         found = [
@@ -81,7 +81,7 @@ def _reservation(books: Books, lease: Lease) -> Iterator[str]:
 
 
 def _least_mib(books: Books, lease: Lease) -> int:
-    """Return the least memory that a lease must hold on each of its devices, in MiB. This is its cap or its guaranteed memory."""
+    """Return the minimum memory a lease must hold on each of its devices, in MiB: either its cap or its guaranteed memory."""
     spec = lease.spec
     if books.reserves_cap(lease) or spec.request_mib is None:
         return spec.reserve_mib

@@ -1,16 +1,16 @@
-"""Follows the life of a lease, from its request to its end.
+"""Handles the events in a lease's life, from its request to its end.
 
-`Lifecycle` has one method per event. `StartReservations` limits the room that leases without a process may hold or queue for, because
-nothing guarantees that their process will ever start. (Admission limits how many such leases an owner may have.)
+`Lifecycle` has one method per event. `StartReservations` limits the room that leases without a process may hold or queue for, because there
+is no guarantee that their processes will ever start. (Admission limits how many such leases an owner may have.)
 
-- An owner is a user, or the hub user of a seat. An owner may always have one such lease that holds or queues for room. Further ones must
-  fit in `unattached_share` of the pool's memory. While such leases alone keep out another owner's ticket, no further ones are allowed. The
-  rest are `parked`. A parked lease files a ticket once an earlier lease has its process, ends or loses its room. This ticket is behind the
-  tickets that other owners have filed by then.
-- The room of such a lease is kept for `unattached_hold_ms`. After that, a ticket that needs the room may take it. While no ticket waits in
-  the pool, the lease keeps its room, so that a kernel that starts slowly on an idle machine loses nothing.
+- An owner is a user, or the hub user of a seat. Each owner may always have one such lease that holds or queues for room. Further ones must
+  fit within `unattached_share` of the pool's memory, and are not allowed if such leases are all that keeps another owner's ticket waiting.
+  The rest are `parked`. A parked lease files a ticket once an earlier lease gets its process, ends or loses its room. That ticket queues
+  behind any that other owners have filed in the meantime.
+- Such a lease's room is kept for `unattached_hold_ms`. After that, any ticket that needs the room may take it. While no ticket is
+  waiting in the pool, the lease keeps its room, so a kernel that starts slowly on an idle machine loses nothing.
 
-`operations` handles the state that a new broker finds after a restart, and the end of a quarantine.
+`operations` handles the state a new broker finds after a restart, and leases that come out of quarantine.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -35,7 +35,7 @@ class StartReservations:
         self._books = changes.books
 
     def request(self, lease: Lease, *, urgent: bool = False) -> None:
-        """File a ticket for a lease without a process. If its owner has too many such leases, park it: it waits without a ticket."""
+        """File a ticket for a lease without a process. If its owner has too many such leases, park it instead."""
         books = self._books
         if lease.ticket is None and lease.lease_id not in books.parked:
             books.parked[lease.lease_id] = lease
@@ -52,7 +52,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True, urgent=urgent)
 
     def file_parked(self) -> None:
-        """File tickets for parked leases in the order in which they were parked, as far as their owners' limits allow."""
+        """File tickets for parked leases in the order they were parked, as far as their owners' limits allow."""
         if not self._books.parked:
             return
         taken_mib = self._taken_mib()
@@ -68,7 +68,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True)
 
     def _taken_mib(self) -> dict[tuple[str, str], int]:
-        """Return the memory that leases without a process hold or queue for, in MiB, by pool and owner."""
+        """Return how much memory, in MiB, leases without a process hold or queue for, by pool and owner."""
         taken: dict[tuple[str, str], int] = {}
         for lease in self._books.in_state(LeaseState.UNATTACHED):
             asks = lease.ticket is not None and lease.ticket.before_start
@@ -83,7 +83,7 @@ class StartReservations:
         return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Return whether only leases without a process keep another owner's ticket from finding room."""
+        """Return whether another owner's ticket would find room if it weren't for leases without a process."""
         starting: dict[str, int] = {}
         for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
@@ -98,10 +98,10 @@ class StartReservations:
         return False
 
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
-        """Free room that is no longer kept for its lease, in pools where a ticket waits for room. Return whether any was freed.
+        """Free room whose hold time is over, in pools where a ticket is waiting for room. Return whether any was freed.
 
-        Set `first` if the queue has not been served yet. Room is then freed only for tickets that fit nowhere, so that no lease is
-        suspended needlessly.
+        Set `first` if the queue has not been served yet. In that case, room is freed only for tickets that don't fit anywhere, to spare
+        other leases a needless suspend.
         """
         freed = False
         for lease in self._books.in_state(LeaseState.UNATTACHED):
@@ -145,7 +145,7 @@ def _owner(lease: Lease) -> tuple[str, str]:
 
 
 class Lifecycle:
-    """Applies the events of leases, with one method for each."""
+    """Applies lease events, with one method for each kind."""
 
     def __init__(self, changes: Changes, memory_caps: MemoryCaps) -> None:
         self._changes = changes
@@ -198,7 +198,7 @@ class Lifecycle:
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """Keep the lease's room for processes that outlived its kernel. The lease counts as busy. A suspended lease gets a ticket."""
+        """Keep the lease's room for processes that outlived its kernel, and treat the lease as busy. If it is suspended, file a ticket."""
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return
@@ -220,7 +220,7 @@ class Lifecycle:
         changes.requeued |= self._books.waiting_pools  # tickets waiting for its room show why
 
     def exited(self, lease: Lease) -> None:
-        """Free everything that the lease holds, because its process is gone."""
+        """Free everything the lease holds, because its process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
         end_pin(self._changes, lease, "the kernel process ended, so its pin has ended too")
@@ -264,7 +264,7 @@ class Lifecycle:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
 
     def unwanted(self, lease: Lease, *, interrupted: bool = False) -> None:
-        """Withdraw the ticket, unless it is needed by a preempted cell, a growing lease or a process that was left behind."""
+        """Withdraw the ticket, unless a preempted cell, a growing lease or a process left behind still needs it."""
         ticket = lease.ticket
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
@@ -334,7 +334,7 @@ class Lifecycle:
             lease.suspend_requested_by = by  # `Scheduler` begins it, or declines with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Record whether the process can be checkpointed. If this has become possible again, earlier failures no longer delay a suspend."""
+        """Record whether the process can be checkpointed. Once it can be again, earlier failures no longer delay a suspend."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

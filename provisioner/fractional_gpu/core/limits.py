@@ -1,10 +1,10 @@
-"""Decides whether a new lease is admitted, and how much one user or group may have.
+"""Decides whether to admit a new lease, and how much a single user or group may have.
 
-- **Admission** (`refusal`). A lease is refused at once if it can never be served, or if it exceeds a limit or the pool's oversubscription.
-  The refusal says what is available and what to do.
-- **Limits of a user or group.** The number of leases and the sum of their fractions are checked at admission. The sum of the fractions that
-  are on devices at the same time is checked later: a ticket that would exceed this limit waits (`over_limit`). Meanwhile it neither blocks
-  others nor counts as passed over. Idle leases of the same user or group are suspended for it.
+- **Admission** (`refusal`). A lease is refused immediately if it can never be served, or if it would exceed a limit or the pool's allowed
+  oversubscription. The refusal says what is available and what the user can do.
+- **User and group limits.** The number of leases and the total of their fractions are checked at admission. The total on devices at any one
+  time is checked later: a ticket that would exceed this limit waits (`over_limit`). While it waits, it neither blocks others nor counts as
+  passed over, and idle leases of the same user or group are suspended for it.
 - **Priorities** and **pins.** A pin keeps an idle lease on its device, and is charged to its owner's daily budget. A claim is pinned for as
   long as it lasts.
 """
@@ -23,7 +23,7 @@ from fractional_gpu.core.suspend import may_leave, steps_aside
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 
 UNATTACHED_LIMIT = "unattached-limit"
-"""The code of a refusal that can be retried once the owner's other kernels have started."""
+"""The refusal code for requests that can be retried once the owner's other kernels have started."""
 
 
 # -- admission ---------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
 def share_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Return a refusal if a new lease (replacing `instead_of`, if given) exceeds a limit of its user, group or pool; otherwise None."""
+    """Return a refusal if a new lease (replacing `instead_of`, if given) would exceed a limit of its user, group or pool, else None."""
     by_limit = _limit_refusal(books, pool, spec, instead_of)
     return by_limit or _oversubscription_refusal(books, pool, spec, instead_of)
 
@@ -184,9 +184,9 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
 
 
 def _guaranteed_mib(spec: LeaseSpec) -> int:
-    """Return the memory guaranteed to a lease on all its devices together, in MiB.
+    """Return the total memory guaranteed to a lease across all its devices, in MiB.
 
-    This is the memory that it requests, but at most its cap. A lease on several devices is guaranteed its whole cap.
+    This is the memory it requests, up to its cap. A lease on several devices is guaranteed its whole cap.
     """
     if spec.devices > 1 or spec.request_mib is None:
         return spec.reserve_mib * spec.devices
@@ -194,7 +194,7 @@ def _guaranteed_mib(spec: LeaseSpec) -> int:
 
 
 def pool_mib(books: Books, pool: PoolSpec) -> int:
-    """Return the total memory that the pool's devices can give to leases, in MiB."""
+    """Return the total memory of the pool's devices that can be leased, in MiB."""
     return sum(books.devices[one].spec.leasable_mib for one in pool.devices if one in books.devices)
 
 
@@ -211,7 +211,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
 def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield the sets of limits that apply to a lease. Each tuple has "user" or "group", the account, and the limits."""
+    """Yield the sets of limits that apply to a lease, as tuples of "user" or "group", the account, and the limits."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -219,7 +219,7 @@ def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple
 
 
 def added_milli(books: Books, lease: Lease) -> int:
-    """Return the milli-GPU that serving the lease's ticket would add to its user's use of devices, or 0 if the user has no limit."""
+    """Return how many milli-GPU serving the lease's ticket would add to its user's total on devices, or 0 if no such limit applies."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     limits = _limits_for(books, books.policy(lease), lease.spec)
     if all(limit.resident_milli is None for _, _, limit in limits):
@@ -228,7 +228,7 @@ def added_milli(books: Books, lease: Lease) -> int:
 
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Return which limit makes the lease wait if it would add `milli` to its user's use of devices, or None if no limit does."""
+    """Return the reason to wait if adding `milli` to the user's total on devices would exceed a limit of the user or group, else None."""
     for who, account, _, most in _exceeded_limits(books, lease, milli):
         return Reason(
             f"wait.{who}-limit",
@@ -240,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return the limits that the lease exceeds if it gets `milli`. Each tuple has "user" or "group", account, excess and limit."""
+    """Return the limits exceeded if the lease gets `milli`, as tuples of "user" or "group", the account, the excess, and the limit."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)
@@ -249,7 +249,7 @@ def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, 
 
 
 def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user or group to suspend so that the lease is within its limits, or None if too few are idle."""
+    """Return idle leases of the same user or group to suspend to keep the lease within its limits, or None if too few are idle."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _exceeded_limits(books, lease, milli):
         leaving = [
@@ -272,7 +272,7 @@ def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease,
 
 # -- priorities and pins -----------------------------------------------------------------------------------------------
 def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> None:
-    """Change the lease's priority until further notice, or restore its own priority if `priority` is None."""
+    """Set a different priority for the lease, or restore its own priority if `priority` is None."""
     own = lease.spec.priority if lease.spec.own_priority is None else lease.spec.own_priority
     wanted = own if priority is None else priority
     spec = replace(lease.spec, priority=wanted, own_priority=None if wanted == own else own)
@@ -284,7 +284,7 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
 
 
 def pin(changes: Changes, lease: Lease, duration_ms: int) -> None:
-    """Pin the lease to its device for `duration_ms` from now on. If this is not allowed, the request is declined."""
+    """Pin the lease to its device for `duration_ms` from now, or decline the request if this is not allowed."""
     refused = REVOKED if lease.revoked else _pin_refusal(changes, lease, duration_ms)
     if refused is not None:
         changes.decline(lease, refused.code, refused.sentence, about="pin")
@@ -305,9 +305,9 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
 def _length_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, duration_ms: int, returned_ms: int = 0
 ) -> Reason | None:
-    """Return why a pin or claim of this length is refused, or None if it is not.
+    """Return the reason for refusing a pin or claim of this length, or None if it is allowed.
 
-    `returned_ms` is the unused time of the pin that is replaced. This time goes back to the budget.
+    `returned_ms` is the unused time of the pin being replaced, which goes back to the budget.
     """
     what, key, most_ms = (
         ("claim", "longest_claim", pool.longest_claim_ms) if spec.claim_ms else ("pin", "max_pin", pool.max_pin_ms)

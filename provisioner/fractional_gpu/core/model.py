@@ -1,4 +1,4 @@
-"""The data types of the arbiter.
+"""Defines the arbiter's data types.
 
 All values are integers: memory in MiB, fractions in milli-GPU and time in milliseconds. The types have no behaviour. `arbiter` makes the
 decisions, and `transitions` defines the legal state changes.
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class LeaseState(StrEnum):
-    """The state of a lease. `transitions.TABLE` lists the legal changes. The values are part of the protocol and of ledgers."""
+    """The state of a lease. `transitions.TABLE` lists the legal changes. The values appear in the protocol and in ledgers."""
 
     UNATTACHED = "unattached"  # no live process and no device memory; expires after the pool's time to live
     NO_CONTEXT = "unarmed"  # a live process without a CUDA context or a reservation; the value is the older name
@@ -60,7 +60,7 @@ class Compute(StrEnum):
 
 
 class Foresight(StrEnum):
-    """Whether a suspended lease is resumed early, when its next cell is expected."""
+    """Whether a suspended lease is resumed early because its next cell is expected."""
 
     OFF = "off"
     FREE = "free"  # resume early if there is room
@@ -68,7 +68,7 @@ class Foresight(StrEnum):
 
 
 class Sign(StrEnum):
-    """What suggests that a cell is coming. The arbiter learns how often each sign was right. The values are part of the protocol."""
+    """A sign that a cell is about to run. The arbiter learns how often each kind is right. The values are part of the protocol."""
 
     FOCUS = "focus"  # the notebook was opened or brought to the front
     SCROLL = "scroll"
@@ -89,7 +89,7 @@ class AfterKernel(StrEnum):
 
 
 class Strangers(StrEnum):
-    """What happens to processes without a lease on a pool's devices."""
+    """What happens when processes without a lease use a pool's devices."""
 
     YIELD = "yield"  # idle leases leave for them
     YIELD_BUSY = "yield-busy"  # and busy leases, if that is not enough
@@ -99,7 +99,7 @@ class Strangers(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A forecast in milliseconds. It has an expected value and the bounds of an 80 % interval."""
+    """A forecast in milliseconds: an expected value and the bounds of an 80% interval."""
 
     expected_ms: int
     low_ms: int
@@ -120,7 +120,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A device and its total memory. `overhead_mib` of that memory is kept for the driver and as a margin, and cannot be leased."""
+    """A device and its total memory. Of that, `overhead_mib` is set aside for the driver and as a safety margin, and cannot be leased."""
 
     device_id: str  # UUID
     name: str
@@ -138,7 +138,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """Devices with a common policy. Durations are in milliseconds."""
+    """A set of devices that share one policy. Durations are in milliseconds."""
 
     name: str
     devices: tuple[str, ...]  # device ids; each device is in one pool
@@ -199,7 +199,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSpec:
-    """What a kernel requests. `reserve_mib` is its cap, which is the memory that its process tree may use on each of its devices."""
+    """What a kernel requests. `reserve_mib` is its cap: how much memory its process tree may use on each of its devices."""
 
     lease_id: str
     pool: str
@@ -224,7 +224,7 @@ class LeaseSpec:
     claim_ms: int = 0
 
     def is_same_user(self, other: "LeaseSpec") -> bool:
-        """Return whether both leases belong to the same system user of the same owner. Only then can messages about one name the other."""
+        """Return whether both leases belong to the same system user and owner. Only then may messages about one mention the other."""
         return (self.owner, self.uid) == (other.owner, other.uid)
 
 
@@ -269,7 +269,7 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """How long a lease's cell takes, in thousandths of the time that the cell would take alone on the device."""
+    """How long a lease's cell takes, in thousandths of the time it would take with the device to itself."""
 
     milli: int = 1000
     low_milli: int = 1000  # the bounds of an 80 % interval
@@ -284,7 +284,7 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A read-only view of one device. It is `over_committed` if reservations and other processes exceed the memory that can be leased."""
+    """A read-only view of one device. It is `over_committed` if reservations and other processes add up to more than can be leased."""
 
     device_id: str
     name: str

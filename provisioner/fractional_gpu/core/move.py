@@ -1,15 +1,15 @@
-"""Moves leases to other devices. A move suspends the lease and resumes it at once on its target device, where room is kept for it.
+"""Moves leases to other devices. A move suspends the lease and immediately resumes it on its target device, where room is kept for it.
 
 A lease moves if
 
-- an administrator requests the move, which happens at once or not at all (`move_on_request`);
+- an administrator requests it, in which case it moves at once or not at all (`move_on_request`);
 - it is idle and can grow on another device (`move_to_grow`);
-- it must make room for a ticket and fits on another device (`move_aside`). In a pool with `move_busy`, a busy lease may be moved like this
-  if idle leases cannot make room (`plan_busy_move`);
+- it must make room for a ticket and fits on another device (`move_aside`). In a pool with `move_busy`, this includes a busy lease if idle
+  ones cannot make room (`plan_busy_move`);
 - it is busy and would get more compute on another device (`relieve_compute`);
-- it is idle and the move helps to empty its device (`empty_devices`).
+- it is idle and moving it helps to empty its device (`empty_devices`).
 
-A moving lease has a ticket from the start, ahead of all others of its priority. If its target cannot take it after all, because a process
+A moving lease has a ticket from the start, ahead of all others of the same priority. If its target can no longer take it, because a process
 without a lease took the memory or the device was lost, it becomes an ordinary suspended lease with a ticket.
 """
 
@@ -38,19 +38,19 @@ from fractional_gpu.core.words import name_for
 
 
 def kept_mib(lease: Lease) -> int:
-    """Return the memory that is kept for a moving lease on each of its targets, in MiB."""
+    """Return how much memory to keep for a moving lease on each of its target devices, in MiB."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
 
 
 def _may_go(books: Books, lease: Lease) -> bool:
-    """Return whether a lease can be moved. It must have one device and no ticket, and host memory must be able to hold its state."""
+    """Return whether a lease can be moved: it has one device and no ticket, is not revoked, and its state fits in host memory."""
     stays = lease.count > 1 or lease.ticket is not None or lease.revoked
     return not stays and lease.host_need_mib <= books.host_left_mib
 
 
 class Migrations:
-    """Moves leases to other devices in one pass over the queue, to make room for tickets."""
+    """Moves leases to other devices during one pass over the queue, to make room for tickets."""
 
     def __init__(self, changes: Changes, capacity: Capacity) -> None:
         self._changes = changes
@@ -70,7 +70,7 @@ class Migrations:
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
         """Move `victim` to another device instead of suspending it for `lease`, if it fits there. Return whether it moves.
 
-        An idle victim does not move for a lease whose state is saved.
+        An idle victim is not moved for a suspended lease.
         """
         if not _may_go(self._books, victim):
             return False
@@ -121,7 +121,7 @@ def begin_move(
     *,
     beneficiary: Lease | None = None,
 ) -> None:
-    """Suspend the lease, with a ticket for its targets ahead of all others. `beneficiary` is the lease that gets the freed room, if any."""
+    """Suspend the lease, and file a ticket for its targets ahead of all others. `beneficiary` is the lease that gets its room, if any."""
     ticket = lease.ticket  # it already has one if it waits to grow
     if ticket is None:
         ticket = changes.new_ticket(first=True)
@@ -135,13 +135,13 @@ def begin_move(
 
 
 BUSY_CHANNEL = "swap-channel"
-"""The code of a refusal that can be retried once the suspend or resume of another kernel has ended."""
+"""The refusal code for requests that can be retried once another kernel's suspend or resume has ended."""
 
 
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
-    """Begin to move the lease as requested, or return the reason for a refusal. The caller must have checked that it can be suspended.
+    """Begin a requested move, or return the reason for refusing it. The caller must have checked that the lease can be suspended.
 
-    The move does not take room that is kept for other moving leases or that is being made for a ticket.
+    The move does not use room that is kept for other moving leases or being freed for a ticket.
     """
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
@@ -221,7 +221,7 @@ _MOST_FULL_DEVICES = 8  # devices without enough memory to consider per lease, l
 
 
 _Needs = dict[str, tuple[int, int]]
-"""Maps each lease to the part of a device that it needs, in thousandths, and to this part times the remaining ms of its cell."""
+"""Maps each lease to the part of a device it needs, in thousandths, and to that part multiplied by its cell's remaining time in ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,15 +234,15 @@ class _Move:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """A sort key, highest for the best move. Leases with low priority are preferred, then high gains, then little fragmentation."""
+        """A sort key that is highest for the best move. It prefers low-priority leases, then large gains, then little fragmentation."""
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
 def relieve_compute(changes: Changes) -> None:
-    """Move busy leases off devices where they slow each other down, while no ticket waits and swap channels are free.
+    """Move busy leases off devices where they slow each other down, while no ticket is waiting and swap channels are free.
 
-    Begin the best move, or the first suspend that makes room for it. In the second case, the move follows once the idle leases have left,
-    if its gain is still large enough.
+    Begin the best move, or the first suspend that makes room for it. In the second case, the move itself follows once the idle leases have
+    left, if it is still worthwhile.
     """
     books = changes.books
     while not books.waiting and changes.channel_free:
@@ -273,14 +273,14 @@ def _needs_on(books: Books, device: Device) -> _Needs:
 
 
 def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
-    """Return the total time that cells with these needs lose because they share one device, in ms."""
+    """Return the total time, in ms, that cells with these needs lose by sharing one device."""
     needs = list(needs)
     longer_milli = stretch_milli(milli for milli, _ in needs) - WHOLE_MILLI
     return sum(work for _, work in needs) * longer_milli // (WHOLE_MILLI * WHOLE_MILLI)
 
 
 def _moves_from(books: Books, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
-    """Yield the moves from a device to other devices on which a lease would gain enough time."""
+    """Yield moves of this device's leases to other devices that would gain enough time."""
     busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
     known = [lease for lease in busy if lease.cell_milli is not None]
     if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
@@ -322,7 +322,7 @@ def _moves_of(books: Books, lease: Lease, needs: dict[str, _Needs]) -> Iterable[
 
 
 def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
-    """Yield the move to a device where idle leases must first be suspended, if the gain is worth the time of these suspends, too."""
+    """Yield the move to a device where idle leases must first be suspended, if the gain also justifies the time these suspends take."""
     there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
     short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
     if short_mib <= 0:
@@ -346,9 +346,9 @@ QUIET_MS = 60_000
 def empty_devices(changes: Changes) -> None:
     """In each pool with `empty_devices`, begin the next move that helps to empty a device, while swap channels are free.
 
-    The leases of a device move to fuller devices of its kind, so that none moves back. They move only if all of them can, because a
-    half-empty device is of no use. They must have been idle for a while and must not be expected to run soon, and their swaps must stay
-    within the pool's limit for early swaps.
+    A device's leases move to fuller devices of the same kind, so none of them ever moves back. They move only if all of them can, because a
+    half-empty device is no use. They must have been idle for a while and not be expected to run soon, and none of their swaps may take
+    longer than the pool's limit for early swaps.
     """
     books = changes.books
     for pool in books.pools.values():
@@ -382,7 +382,7 @@ def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
 
 
 def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
-    """Return the first move of a series that would empty the device, or None if one of its leases fits on no other device."""
+    """Return the first move of a series that would empty the device, or None if one of its leases does not fit on any fuller device."""
     free_mib, moves = dict[str, int](), list[tuple[Lease, str]]()
     for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
         for device_id in other_devices(books, lease):

@@ -1,16 +1,16 @@
-"""Computes how many thousandths of a device a node agent offers its engine (Slurm or Kubernetes), and when the agent writes this count.
+"""Computes how many thousandths of a device a node agent offers its engine (Slurm or Kubernetes), and when it writes this count.
 
-The engine allocates the part of the count that is not in use according to its own records. So the count is
+The engine allocates whatever part of the count is not in use according to its own records. So the count is
 
     in use by the engine's records + admitted by the pool's forecast - allocated but without a seat yet
 
-The engine's records do not contain the seats of a hub or of local users. These seats reduce what the forecast admits. The records can show
-less than the seats of jobs, because Slurm forgets a part of them when it rereads its configuration. Even then the records count, because
-the engine follows them.
+The engine's records do not include hub seats or local users' seats. Those seats reduce what the forecast admits. The records can also show
+less than the total of the jobs' seats, because Slurm forgets part of its records when it rereads its configuration. The records are used
+even then, because the engine goes by them.
 
-Slurm refuses a new job that requests more than any node's count, and never starts such a job if it already waits. So the count is never
-below `least_milli`, the largest fraction on offer. One job can then start without admission, within the pool's oversubscription. While no
-broker answers, the last count is kept for a while, because a broker restarts within seconds. After that, the count is only what is in use.
+Slurm refuses a new job that requests more than any node offers, and never starts one that is already queued. So the count is never below
+`least_milli`, the largest fraction on offer, which lets one job start without being admitted, within the pool's oversubscription. If no
+broker answers, the last count is kept for a while, because a broker restarts within seconds. After that, the count drops to what is in use.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, least_milli: int = 0) -> int:
     """Return how many milli-GPU the node offers its engine (Slurm or Kubernetes), at least `least_milli`.
 
-    `seated_milli` is held by the seats of the engine's jobs. `admissible_milli` is what the forecast admits in addition to all seats.
-    `in_use_milli` is in use according to the engine's own records.
+    `seated_milli` is how much the seats of the engine's jobs hold. `admissible_milli` is how much the forecast admits on top of all seats.
+    `in_use_milli` is how much is in use according to the engine's own records.
     """
     unseated = max(0, in_use_milli - seated_milli)
     return max(least_milli, in_use_milli + max(0, admissible_milli - unseated))
@@ -30,14 +30,14 @@ def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, lea
 def count_without_broker(
     last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
 ) -> int:
-    """Return the count while no broker answers, at least `least_milli`. For `patience_ms` it is the last count, then the count in use."""
+    """Return the count while no broker answers: the last one for `patience_ms`, then what is in use, but at least `least_milli`."""
     if last is None or silent_ms >= patience_ms:
         return max(least_milli, in_use_milli, 0)
     return max(least_milli, last, in_use_milli, 0)
 
 
 def rounded_wait_ms(wait_ms: int) -> int:
-    """Round a wait up to 1, 2 or 5 times a power of ten, and at least 100 ms, to hide small changes."""
+    """Round a wait up to 1, 2 or 5 times a power of ten, and to at least 100 ms, to hide small changes. A wait of 0 stays 0."""
     if wait_ms <= 0:
         return 0
     step = 100
@@ -71,9 +71,9 @@ class PacingRules:
 
 
 def spread(number: int, bound: int) -> int:
-    """Hash a number to a number from 0 to `bound`, with very different results for neighbouring numbers.
+    """Hash a number to a value from 0 to `bound`, so that neighbouring numbers give very different results.
 
-    This is splitmix64, because this package must not use `random`.
+    It uses splitmix64, because this package must not use `random`.
     """
     mixed = (number * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -82,14 +82,14 @@ def spread(number: int, bound: int) -> int:
 
 
 class Pacing(Generic[State]):
-    """Decides when a node agent writes its state. It limits the pace, because hundreds of agents share one controller.
+    """Decides when a node agent writes its state, limiting the pace because hundreds of agents share one controller.
 
-    An agent writes its state only if its engine (Slurm or Kubernetes) has another state, and at least `floor_ms` after its last attempt. A
-    random delay of up to `jitter_ms` keeps agents that saw the same event from writing at the same time. Further changes do not postpone
-    the write, which uses the latest state. Failed writes are retried after pauses with jitter, which double up to `longest_retry_ms`.
+    An agent writes its state only if its engine (Slurm or Kubernetes) has a different one, and no sooner than `floor_ms` after its last
+    attempt. A random delay of up to `jitter_ms` keeps agents that saw the same event from writing at the same time. Further changes do not
+    postpone the write, which uses the latest state. Failed writes are retried after jittered pauses that double up to `longest_retry_ms`.
 
-    While writes succeed, a state that lasts is written within `floor_ms + jitter_ms` of its first appearance. Times are in ms of any
-    monotonic clock. Agents need different seeds, so that their writes are spread.
+    While writes succeed, a state that lasts is written within `floor_ms + jitter_ms` of first appearing. Times are in ms on any
+    monotonic clock. Agents need different seeds, so that their writes are spread out.
     """
 
     def __init__(self, rules: PacingRules, seed: int) -> None:
@@ -127,7 +127,7 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def failed(self, now_ms: int) -> None:
-        """Record a failed write. Afterwards, the state that Slurm or Kubernetes has is unknown."""
+        """Record a failed write, after which it is unknown what state Slurm or Kubernetes has."""
         self._known, self._attempt_ms, self._due_ms = None, now_ms, None
         self._failures += 1
         self._plan(now_ms)

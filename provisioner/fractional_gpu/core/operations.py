@@ -1,13 +1,13 @@
-"""Applies the results of suspends and resumes, and recovers leases after a restart or in an unknown state.
+"""Applies the results of suspends and resumes, and recovers leases after a restart or from an unknown state.
 
-**Suspends and resumes** succeed, are rolled back and retried after a pause, or leave their lease in quarantine.
+**Suspends and resumes** either succeed, are rolled back and retried after a pause, or leave the lease in quarantine.
 
-**Restarts.** A new broker does not replay events. It asks /proc and the driver for the real state of each lease in the ledger, and reports
-this state with a `LeaseRecovered` event (`recovered`). The lease has no process, has a process without a context, is resident, is
-suspended, or is in an unknown state. It then keeps the memory that it really holds, even if that exceeds what is free. A lease in an
+**Restarts.** A new broker does not replay events. For each lease in the ledger, it finds out the actual state from /proc and the driver,
+and reports that state with a `LeaseRecovered` event (`recovered`). The lease may have no process, have a process without a context, be
+resident, be suspended, or be in an unknown state. It keeps the memory it actually holds, even if that exceeds what is free. A lease in an
 unknown state is quarantined.
 
-**Quarantined leases** keep all memory that they might hold. The broker checks again until it knows their real state (`truth_found`).
+**Quarantined leases** keep all the memory they might hold. The broker keeps checking until it knows their actual state (`truth_found`).
 """
 
 from fractional_gpu.core.changes import Changes
@@ -37,13 +37,13 @@ _FOUND = {
     LeaseState.SUSPENDED: (Cause.FOUND_SUSPENDED, "this kernel's memory saved on the host"),
     LeaseState.QUARANTINED: (Cause.FOUND_UNKNOWN, "this kernel in an unknown state, which it is checking"),
 }
-"""For each state in which a lease can be found, the cause of the transition and a description for people."""
+"""Maps each state a lease can be found in to the cause of the transition and a human-readable description."""
 
 _NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 
 
 class OperationResults:
-    """Applies the results of suspends and resumes, and the states in which the broker found leases."""
+    """Applies the results of suspends and resumes, and the states the broker found leases in."""
 
     def __init__(self, changes: Changes, lifecycle: Lifecycle) -> None:
         self._changes = changes
@@ -156,7 +156,7 @@ class OperationResults:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
     def truth_found(self, lease: Lease, event: TruthFound) -> None:
-        """Apply the real state of a quarantined lease."""
+        """Apply the actual state of a quarantined lease."""
         changes, state = self._changes, event.state
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
             changes.record(lease.lease_id, "answer.stale", f"it was found {state}, but another answer came first")
@@ -191,7 +191,7 @@ class OperationResults:
             self._leave_devices(lease, *told)
 
     def _settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
-        """Record the memory that a lease in this state holds, even if it exceeds what is free. The lease keeps at least what it held."""
+        """Record how much memory a lease found in this state holds, even if too little is free. It keeps at least what it held before."""
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
@@ -211,13 +211,13 @@ class OperationResults:
             self._changes.restart_expiry(lease)
 
     def _stay_on_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Make a lease resident if its memory is still on its devices, or has been restored to them."""
+        """Make a lease resident. Its memory is still on its devices, or has been restored to them."""
         self._changes.change_state(lease, cause, reason, sentence)
         self._changes.emit_granted(lease)
         self._resizer.claim_missing(lease)
 
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the state of a lease that has left its devices. Apply the size that it claimed, and file a ticket if it was preempted."""
+        """Change the state of a lease that has left its devices. Apply any size it claimed, and file a ticket if it was preempted."""
         changes, ticket = self._changes, lease.ticket
         lease.retries.forget_suspends()
         claim = ticket.resize_to if ticket is not None else None
@@ -243,7 +243,7 @@ class OperationResults:
             changes.record_wait_reason(lease, Reason("wait.preempted", why))
 
     def _drop_ticket(self, lease: Lease) -> None:
-        """Drop the ticket of a lease, because its memory is on its devices. A ticket that is a claim to grow is kept."""
+        """Drop a lease's ticket, because its memory is on its devices. If the ticket is a claim to grow, keep it."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             ticket.after_suspend, ticket.kept_on = None, ()

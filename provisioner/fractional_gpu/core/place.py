@@ -1,14 +1,14 @@
-"""Finds the devices on which a lease may be placed, and the best of them.
+"""Finds the devices a lease may be placed on, and picks the best of them.
 
-**Allowed devices** (`allowed_devices`). A lease may go to the devices of its pool. Saved state may go to the device where it was saved, its
-home, and to devices of the same kind if the pool moves leases.
+**Allowed devices** (`allowed_devices`). A lease may be placed on the devices of its pool. Saved state may return to its home, the device it
+was saved from, or go to devices of the same kind if the pool moves leases.
 
-**Compute.** The demand of a busy lease is the part of a device that it needs. The arbiter learns it. Busy leases that together need more
-than the whole device slow each other down (`time_slicing`). A pool that spreads leases prefers devices where the sum of the demands,
-including the newcomer's, stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest, and if there are none, the
-device with the least excess. No ticket waits for compute. Compute only ranks the devices that have enough memory, or will have it.
+**Compute.** A busy lease's demand is the part of a device it needs, which the arbiter learns. Busy leases that together need more than the
+whole device slow each other down (`time_slicing`). A pool that spreads leases prefers devices where total demand, including the newcomer's,
+stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest, or if there are none, the device with the least
+excess. Tickets never wait for compute, which only ranks devices that have enough memory or will have it.
 
-**Memory.** Among devices that are equal in compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
+**Memory.** Among devices that rank equally for compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 
 
 def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which the lease's ticket can be served. A lease that waits to grow stays on its own devices."""
+    """Return the devices on which the lease's ticket can be served. A lease that is waiting to grow stays on its own devices."""
     if not lease.is_growing:
         return eligible_devices(books, books.policy(lease), lease)
     there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
@@ -31,11 +31,11 @@ def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
 
 
 def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
-    """Return the devices that the lease may go to now.
+    """Return the devices the lease may be placed on now.
 
-    Saved state can go back to its home, even if that device has left the pool. If the pool moves leases and has enough devices of the same
-    kind, these follow the home in the result. State from devices of several kinds can only go home. Devices that are lost or draining admit
-    no lease, and no lease goes to a device that its spec does not allow, not even to its home.
+    Saved state can return to its home, even if that device has left the pool. If the pool moves leases and has enough devices of the same
+    kind, these are listed after the home. State from devices of several kinds can only return home. Lost or draining devices are excluded,
+    as are devices the lease's spec does not allow, even if they are its home.
     """
     allowed = allowed_of(pool, lease.spec)
     if lease.state is not LeaseState.SUSPENDED:
@@ -94,19 +94,19 @@ _EXCESS_STEP_MILLI = 250  # the same for devices beyond the bound
 
 
 def spreads(books: Books, lease: Lease) -> bool:
-    """Return whether the lease's pool spreads busy leases over devices."""
+    """Return whether the lease's pool spreads busy leases across devices."""
     return books.policy(lease).compute is Compute.SPREAD
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how many thousandths of a device other busy leases can need before the newcomer exceeds its pool's bound."""
+    """Return how much of a device, in thousandths, other busy leases can need before the newcomer exceeds its pool's bound."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
-    """Return how full of busy leases the device is for a newcomer, in coarse steps. Values from `FULL` up are beyond the pool's bound.
+    """Return how busy the device would be for a newcomer, in coarse steps. Values of `FULL` or more exceed the pool's bound.
 
-    `room_milli` is how many thousandths of the device the neighbours can need within that bound. Leases in `leaving` do not count.
+    `room_milli` is how much of the device, in thousandths, the neighbours can need within that bound. Leases in `leaving` are left out.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -118,14 +118,14 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
 
 def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the places whose devices are the least full, in the given order. `places` must not be empty."""
+    """Return the places with the least full devices, in the given order. `places` must not be empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
     return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
-    """Return how far the newcomer would exceed the pool's bound on the device, in coarse steps, or 0 if the pool does not spread."""
+    """Return how far the newcomer would exceed the pool's bound on the device, in coarse steps, or 0 if the pool does not spread leases."""
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
@@ -136,14 +136,14 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how long a cell that needs `want_milli` of a device takes next to other busy leases, in thousandths of its time alone."""
+    """Return how long a cell that needs `want_milli` of a device takes alongside other busy leases, in thousandths of its time alone."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[str, int]
-"""A device id, and the free memory of the device in MiB."""
+"""A device id and that device's free memory in MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +151,12 @@ class DeviceChoice:
     """Ranks devices for a lease that needs `need_mib` on each, by how little the lease would fragment their free memory.
 
     Free memory that no lease can use is wasted: 30 GiB can serve one request for 20 GiB or three for 10 GiB, but none for 40 GiB. The
-    fragmentation that a lease causes is the memory that the device could give to its pool's usual requests (`forecasts.asks`) before,
-    minus the memory that it can give to them afterwards. The device with the least fragmentation comes first, then the one with the least
-    memory left, then the first in the given order. In a pool without any request so far, this is plain best fit.
+    fragmentation a lease causes is how much memory the device could offer the pool's usual requests (`forecasts.asks`) without the lease,
+    minus how much it can offer them with it. The device with the least fragmentation comes first, then the one with the least memory left,
+    then the first in the given order. In a pool that has had no requests yet, this is plain best fit.
 
-    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), here with memory instead of GPU shares
-    and with learnt requests.
+    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), applied here to memory instead of GPU
+    shares, and with learnt requests.
     """
 
     mix: RequestedSizes
@@ -165,13 +165,13 @@ class DeviceChoice:
     kind_of: Callable[[str], str]  # by device; a lease on several devices has all of one kind
 
     def best(self, fitting: Sequence[Place]) -> str | None:
-        """Return the best of the devices in `fitting`, on which the lease fits, or None if there are none."""
+        """Return the best device in `fitting`, which lists the devices the lease fits on, or None if `fitting` is empty."""
         if len(fitting) < 2:
             return fitting[0][0] if fitting else None
         return min(fitting, key=self.rank)[0]
 
     def best_set(self, fitting: Iterable[Place], count: int) -> tuple[str, ...] | None:
-        """Return the best `count` devices of one kind among those on which the lease fits, or None if no kind has that many."""
+        """Return the best `count` devices of one kind among those the lease fits on, or None if no kind has that many."""
         by_kind: dict[str, list[Place]] = {}
         for place in fitting:
             by_kind.setdefault(self.kind_of(place[0]), []).append(place)
@@ -186,7 +186,7 @@ class DeviceChoice:
         return self.fragmentation((place,)), place[1]
 
     def fragmentation(self, places: Sequence[Place]) -> int:
-        """Return the memory that becomes unusable if the lease gets these devices, in MiB times requests.
+        """Return how much memory becomes unusable if the lease gets these devices, in MiB, summed over the pool's recent requests.
 
         The devices must be of one kind, and the lease must fit on each of them.
         """
@@ -203,5 +203,5 @@ class DeviceChoice:
 
 
 def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Sequence[Place]) -> DeviceChoice:
-    """Return the ranking of devices for a lease, based on the requests in its pool. `everywhere` has all devices that the lease may use."""
+    """Return the ranking of devices for a lease, based on the requests in its pool. `everywhere` lists all devices the lease may use."""
     return DeviceChoice(books.forecasts.asks(lease.spec.pool), need_mib, everywhere, books.kind_of)

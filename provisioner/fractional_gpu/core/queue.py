@@ -1,25 +1,26 @@
-"""One pass over the queue. It visits every ticket that waits for room once, in order, and serves it if possible.
+"""Makes one pass over the queue: visits each ticket that is waiting for room once, in order, and serves it if possible.
 
-`Turns` defines the order, and `QueuePass._visit` the cases. If a ticket would not fit even without all leases that can leave, it waits,
-and nothing is suspended for it (law 3). A ticket is passed over at most K times (`max_passed_over`) before room is kept for it (law 4).
+`Turns` defines the order, and `QueuePass._visit` the cases. If a ticket would not fit even if every lease that can leave did, it waits, and
+nothing is suspended for it (law 3). A ticket is passed over at most K times (`max_passed_over`) before room is kept for it (law 4).
 
-**Patience.** Virtual time alone does not bound a wait, because an owner's small lease can use up the owner's share forever while a large
-lease waits. So a ticket becomes due after it has waited twice as long as its share explains (`patience_ms`). A due ticket precedes all
-others and preempts regardless of virtual time.
+**Patience.** Virtual time alone does not bound a wait, because a small lease can keep using up its owner's share while a large lease of the
+same owner waits forever. So a ticket becomes due once it has waited twice as long as its share justifies (`patience_ms`). A due ticket goes
+ahead of ordinary tickets of its priority, and preempts regardless of virtual time.
 
-**Room at the end of a cell.** A kernel that runs cells back to back is never idle for long. It still makes room, whatever the pool's
-preemption policy. If idle leases cannot make room for a ticket, the pass closes the gates of busy leases that would make enough room:
+**Room at the end of a cell.** A kernel that runs cells back to back is never idle for long, but still has to make room, whatever the pool's
+preemption policy. If idle leases cannot make enough room for a ticket, the pass closes the gates of busy leases that can:
 
-- A lease is asked to leave only after its minimum residency, and only for a ticket of at least its own priority. It is not asked while it
-  is pinned or soon after a failed suspend. Its running cell continues.
-- Its next cell asks before it runs, and queues behind the ticket. Until that cell is let in, its kernel runs nothing, so the lease can
-  be suspended like an idle one.
-- If several leases must leave, the first that finishes its cell waits for the others, because one of them might run a cell that never ends.
-  It waits at most for the time that its own swap takes, or for a second if that is longer (`gate_opens_ms`). Then it is not asked again
-  for another minimum residency.
+- A lease is asked to leave only after its minimum residency, and only for a ticket of at least its own priority. It is not asked while
+  pinned, nor soon after a failed suspend. The cell it is running continues.
+- Its next cell has to ask before it runs, and queues behind the ticket. Until that cell is let in, the kernel runs nothing, so the lease
+  can be suspended like an idle one.
+- If several leases must leave, the first to finish its cell waits for the others. One of them might be running a cell that never ends, so
+  it waits no longer than its own swap takes, or one second if that is longer (`gate_opens_ms`). Then it is left alone for another minimum
+  residency.
 
-A pass only chooses gates. Only the last pass of an event closes and opens them (`settle_gates`), because an earlier pass can ask for room
-that the same event frees later. If a step frees room that a ticket visited earlier might use, another pass follows (`needs_another`).
+Each pass chooses which gates to close or open, but only an event's last pass acts on this (`settle_gates`), because an earlier pass may ask
+for room that the same event frees later. If a step frees room that a ticket visited earlier might use, another pass follows
+(`needs_another`).
 """
 
 from collections.abc import Iterable
@@ -47,8 +48,8 @@ _FIRST, _DUE, _USUAL = range(3)
 def patience_ms(books: Books, lease: Lease) -> int:
     """Return how long a ticket waits before it is due, in ms, in a pool that shares by virtual time.
 
-    This is twice the wait that the lease's share explains. That wait is the time for the turn and swap of one lease of its size, divided by
-    its owner's share of the pool and by the lease's share among its owner's leases. Shares follow the weights of the contenders.
+    This is twice the wait that the lease's share justifies. That wait is the time one lease of its size takes for a turn and a swap,
+    divided by its owner's share of the pool and by the lease's share among its owner's leases. Shares are based on the contenders' weights.
     """
     pool = books.policy(lease)
     name = next((books.devices[one].spec.name for one in pool.devices if one in books.devices), "")
@@ -61,7 +62,7 @@ def patience_ms(books: Books, lease: Lease) -> int:
 
 
 def queue_delay(books: Books, pool_name: str) -> QueueDelay:
-    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases that are being resumed do not count.
+    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases being resumed are left out.
 
     A ticket is over its bound if it has waited longer than its patience plus a turn and a swap for each lease that has or wants a device in
     the pool. Only pools that share by virtual time have a bound.
@@ -80,16 +81,16 @@ def queue_delay(books: Books, pool_name: str) -> QueueDelay:
 
 
 class Turns:
-    """The order in which a pass serves the tickets that wait for room:
+    """The order in which a pass serves the tickets that are waiting for room:
 
     1. Leases on their way to another device.
     2. Higher priorities.
-    3. Urgent tickets, and older ones for which room is kept.
-    4. Due tickets, for which busy leases are leaving, or which have waited twice as long as their share explains.
+    3. Urgent tickets, and tickets with room kept for them that are older than an urgent one.
+    4. Due tickets: those that busy leases are leaving for, or that have waited twice as long as their share justifies.
     5. In a fair pool, the ticket that has had the least of its share. In other pools, and for ties, the oldest ticket.
 
-    Shares count only within a pool. A fair pool takes the turn of its oldest ticket and gives it to the owner with the least virtual time,
-    and among this owner's leases to the one with the least virtual time.
+    Shares are compared only within a pool. In a fair pool, the turn of the oldest ticket goes to the owner with the least virtual time, and
+    among that owner's leases to the one with the least virtual time.
     """
 
     def __init__(self, books: Books, waiting: Iterable[Lease]) -> None:
@@ -122,7 +123,7 @@ def ticket_of(lease: Lease) -> Ticket:
 
 
 class QueuePass:
-    """One pass over the queue. Room that is promised to a ticket is not available to later tickets."""
+    """One pass over the queue. Room promised to one ticket is not available to later tickets."""
 
     def __init__(self, changes: Changes, resizer: Resizer) -> None:
         self._changes = changes
@@ -141,7 +142,7 @@ class QueuePass:
         self.needs_another = False  # room was freed that tickets visited earlier might use
 
     def serve(self) -> None:
-        """Visit every ticket that waits for room once, in order."""
+        """Visit each ticket that is waiting for room once, in order."""
         books = self._books
         waiting = list(books.waiting.values())
         self._line = [lease for lease in waiting if lease.waits_for_room]
@@ -182,9 +183,9 @@ class QueuePass:
         return self._line.copy()
 
     def _mark_due_by_wait(self) -> None:
-        """Mark tickets as due that have waited longer than their shares explain, in pools that share by virtual time.
+        """Mark tickets that have waited too long for their share as due, in pools that share by virtual time.
 
-        Room is also kept for these tickets. Otherwise neighbours might leave and come back one by one, and never be gone at the same time.
+        Room is also kept for these tickets. Otherwise neighbours might leave and come back one by one, without ever all being gone at once.
         """
         books = self._books
         for lease in self._line:
@@ -205,11 +206,11 @@ class QueuePass:
     def _visit(self, lease: Lease, ticket: Ticket) -> bool:
         """Serve one ticket as far as possible. Return whether the order of the tickets behind it has changed.
 
-        The first case that applies is used:
+        The first of these cases that applies is used:
 
         1. If the kernel is moving to devices where room is kept for it, resume it there or cancel the move.
         2. If the kernel's user or group is at its limit, suspend idle leases of the same user, provided that the ticket then fits.
-        3. If the kernel must pause after a failed resume, or a similar ticket with no greater need found no room, the ticket waits.
+        3. If the kernel must pause after a failed resume, or a similar ticket that needs no more room has found none, the ticket waits.
         4. If the ticket fits, serve it.
         5. If no suspend or resume can begin, the ticket waits for a swap channel.
         6. If the ticket fits once other leases leave, suspend idle leases, preempt busy ones, or move a busy one elsewhere.
@@ -272,7 +273,7 @@ class QueuePass:
         return (lease.spec.owner, lease.spec.group, milli) if by_owner else ()
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
-        """Return the devices where the lease fits now, or None. A lease needs no room if only its share grows."""
+        """Return devices the lease fits on now, or None. A lease needs no more room if only its share grows."""
         if lease.is_growing:
             return devices if devices and (not need_mib or self.capacity.fits(devices, need_mib)) else None
         return self.capacity.pick_for(lease, devices, need_mib)
@@ -295,7 +296,7 @@ class QueuePass:
         return False
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
-        """Serve a ticket that fits, or keep its room until a swap channel is free. Return whether later tickets change places."""
+        """Serve a ticket that fits, or keep its room until a swap channel is free. Return whether the order of later tickets changes."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
                 self.capacity.keep(lease, device_id, lease.ask_mib)
@@ -321,8 +322,8 @@ class QueuePass:
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
         """Grant the devices to the lease, and ask for another pass if this can free room.
 
-        If the owner reaches a limit, the room kept for the owner's other tickets becomes free. If the lease was using its devices without a
-        reservation, this can free room there, and other tickets bound to those devices can then need more or go elsewhere.
+        If the owner reaches a limit, the room kept for the owner's other tickets becomes free. If the lease has been using its devices
+        without a reservation, the grant can free room there, and other tickets bound to those devices may then need more or go elsewhere.
         """
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
@@ -346,7 +347,7 @@ class QueuePass:
             self._begin_suspend(victim, lease, mine if victim in own else _suspend_reason(victim, lease))
 
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
-        """Promise the ticket the room of its plan, and begin as many of the plan's suspends and moves as swap channels allow."""
+        """Promise the ticket the room its plan frees, and begin as many of the plan's suspends and moves as swap channels allow."""
         self._plans += 1
         self.capacity.promise(lease, plan, lease.ask_mib)
         if lease.is_growing:
@@ -367,7 +368,7 @@ class QueuePass:
         self._set_wait(lease, ticket, wait)
 
     def _may_begin(self, victim: Lease) -> bool:
-        """Return whether a planned suspend can begin now, which needs a free swap channel and enough unreserved host memory."""
+        """Return whether a planned suspend can begin now, which requires a free swap channel and enough unreserved host memory."""
         return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
     def _begin_suspend(self, victim: Lease, lease: Lease, why: tuple[str, str]) -> None:
@@ -380,10 +381,10 @@ class QueuePass:
         return ticket_of(lease).passed_over >= self._books.policy(lease).max_passed_over
 
     def _keep_waiting(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a waiting ticket that was passed over as often as its pool allows.
+        """Keep room for a waiting ticket that has been passed over as often as its pool allows.
 
         Idle leases are suspended one by one, because they might never all be idle at the same time. This is done only on devices that could
-        serve the ticket if every lease that can ever leave left.
+        serve the ticket if every lease that could ever leave did so.
         """
         if not self._is_overdue(lease):
             return
@@ -409,7 +410,7 @@ class QueuePass:
             self._set_wait(lease, ticket, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(dict.fromkeys(blockers))))
 
     def _keep_room(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a ticket on enough devices, and on one more each time it is again passed over as often as its pool allows."""
+        """Keep room for a ticket on as many devices as it needs, plus one for each further `max_passed_over` times it is passed over."""
         most = self._books.policy(lease).max_passed_over
         number = lease.count + max(0, ticket.passed_over - most) // max(1, most)
         ticket.kept_on = self.capacity.devices_to_keep(lease, devices, lease.ask_mib, number)
@@ -417,7 +418,7 @@ class QueuePass:
             self.capacity.keep(lease, device_id, lease.ask_mib)
 
     def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> bool:
-        """If an earlier ticket could have used the granted room and no longer fits, count that it was passed over once more.
+        """Add one to `passed_over` for each earlier ticket that could have used the granted room and no longer fits.
 
         Return whether any ticket moves ahead as a result. `urgent` is true if an urgent ticket is waiting.
         """
@@ -453,7 +454,7 @@ class QueuePass:
     # -- room at the end of a cell ---------------------------------------------------------------------------------------
 
     def _ask_to_yield(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> None:
-        """Ask busy leases to yield at the end of their cells, if that makes enough room for the ticket."""
+        """Ask busy leases to yield at the end of their cells, if that would make enough room for the ticket."""
         plan = self.capacity.plan(lease, devices, need_mib, between_cells=True)
         for victim in plan.victims if isinstance(plan, Plan) else ():
             self.capacity.asked_to_yield.add(victim.lease_id)
@@ -461,7 +462,7 @@ class QueuePass:
                 self._closes.append(victim)
 
     def _choose_openings(self) -> None:
-        """Choose the gates to open: those that no ticket needs closed, and those that have been closed for too long."""
+        """Choose which gates to open: those no ticket needs closed any more, and those that have been closed for too long."""
         if not self._changes.channel_free:
             return  # without a swap channel the pass made no complete plan, so the gates stay as they are until a swap ends
         for lease in self._books.gates_closed:
@@ -490,12 +491,12 @@ class QueuePass:
     # -- afterwards ------------------------------------------------------------------------------------------------------
 
     def _set_wait(self, lease: Lease, ticket: Ticket, wait: Reason) -> None:
-        """Set why a ticket waits, and record the reason in the lease's story if it is new."""
+        """Set the reason a ticket is waiting, and record it in the lease's history if it is new."""
         ticket.wait = wait
         self._changes.record_wait_reason(lease, wait)
 
     def _explain(self, lease: Lease, ticket: Ticket) -> None:
-        """Record a new reason in the lease's story. Waits for a swap channel are left out, because they come and go with every swap."""
+        """Record a new wait reason in the lease's history. Waits for a swap channel are omitted, as they come and go with every swap."""
         code = wait_code(self._books, lease, ticket)
         if code != ticket.reason and (ticket.wait is not _CHANNEL_IN_USE or ticket.reason == "wait.new"):
             self._changes.record_wait_reason(lease, wait_reason(self._books, lease, ticket))

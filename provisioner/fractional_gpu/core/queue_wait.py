@@ -1,12 +1,12 @@
-"""Forecasts how long tickets will wait, by simulating the queue, and learns from waits, cells and swaps that end.
+"""Forecasts how long tickets will wait by simulating the queue, and learns from completed waits, cells and swaps.
 
-**The simulation.** Each device has free memory, and each lease on it frees its memory at some time. An idle lease does so once it can be
+**The simulation.** Each device has some free memory, and each lease on it frees its memory at some point: an idle lease once it can be
 suspended, a busy lease when its cell is expected to end or can be preempted, and a suspending lease when it is saved. Tickets that need no
-busy lease to leave, or for which room is kept, are served first, in order. The other tickets follow, because the arbiter lets small ones
-pass. Each ticket takes the device that it can get first, waits for earlier swaps and its own swap, and frees its memory after a cell.
+busy lease to leave, or that room is kept for, are served first, in order. The rest follow, because the arbiter lets small tickets pass
+large ones. Each ticket takes the device it can get first, waits for earlier swaps and its own, and frees its memory after one cell.
 
-Only the first `MOST_AHEAD` tickets and one more are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. The waits of
-tickets further back are extrapolated. `Forecasts.wait_span` corrects the result by the errors of earlier results.
+Only the first `MOST_AHEAD + 1` tickets are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. Waits of tickets further
+back are extrapolated. `Forecasts.wait_span` corrects the result based on earlier errors.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # users fre
 class _FreedMemory(NamedTuple):
     """Memory that a lease will free. Times are in ms from now.
 
-    As in the arbiter, suspends in progress sort first, and then the memory that is freed earliest.
+    As in the arbiter, suspends in progress sort first, followed by the memory that is freed earliest.
     """
 
     order: int
@@ -56,7 +56,7 @@ class _QueueSimulation:
         self.channels = sorted([*[0] * (parallel_swaps - len(left)), *left])[:parallel_swaps]
 
     def serve_all(self, line: Sequence[Lease]) -> list[WaitSpan | None]:
-        """Serve the tickets and return their waits. A wait is None if it is unknown."""
+        """Serve the tickets and return their waits. Unknown waits are None."""
         found: dict[str, WaitSpan | None] = {}
         for patient in (False, True):
             for lease in line:
@@ -99,13 +99,13 @@ class _QueueSimulation:
         return forecasts.wait_span("busy" if any(one.busy for one in given) else "swap", ready_ms)
 
     def _devices(self, lease: Lease) -> Sequence[str]:
-        """Return the allowed devices on which the most memory is free or held by idle leases."""
+        """Return the allowed devices with the most memory that is free or held by idle leases."""
         devices = self._books.devices
         most = sorted(allowed_devices(self._books, lease), key=lambda one: -devices[one].free_or_idle_mib)
         return most[: max(MOST_DEVICES, lease.count)]
 
     def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_FreedMemory] | None:
-        """Return the leases that can make enough room on the device the soonest, or None if no leases can."""
+        """Return which leases can make enough room on the device soonest, or None if they never can."""
         room_mib, taken = self._free_mib[device_id], list[_FreedMemory]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
@@ -118,7 +118,7 @@ class _QueueSimulation:
         return taken if room_mib >= need_mib else None
 
     def _saved_ms(self, returns: Sequence[_FreedMemory]) -> int:
-        """Return when the last of these leases will be saved, in ms from now. Suspends and resumes in progress delay these suspends."""
+        """Return how many ms from now the last of these leases will be saved. Suspends and resumes already in progress delay this."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
@@ -138,7 +138,7 @@ class _QueueSimulation:
                 yield _FreedMemory(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
 
     def _gives_back_ms(self, lease: Lease, beneficiary: Lease) -> int | None:
-        """Return when the lease can free its memory, in ms from now, or None if the time is unknown or it never can."""
+        """Return how many ms from now the lease can free its memory, or None if it never can or the time is unknown."""
         books, forecasts = self._books, self._forecasts
         if lease.state is LeaseState.SUSPENDING:
             return self._swap_left_ms(lease)
@@ -171,7 +171,7 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the wait of the lease's ticket can be forecast. No wait can be forecast in quarantine or before the kernel starts."""
+    """Return whether the ticket's wait can be forecast. It can't in quarantine, at a limit, or if the kernel has to start first."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False
@@ -182,9 +182,9 @@ def _is_predictable(lease: Lease) -> bool:
 
 
 class ForecastRecorder:
-    """Forecasts the waits of tickets, and learns from what happens to leases.
+    """Forecasts how long tickets will wait, and learns from what happens to leases.
 
-    Call `run_deferred_work` after each event. It forecasts the waits of new tickets that still wait, and the slowdowns of new cells.
+    Call `run_deferred_work` after each event. It forecasts the waits of new tickets that are still waiting, and the slowdowns of new cells.
     """
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
@@ -197,7 +197,7 @@ class ForecastRecorder:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return the remaining wait of the lease's ticket, or None if it has no ticket or no forecast is possible."""
+        """Return the remaining wait of the lease's ticket, or None if it has no ticket or the wait cannot be forecast."""
         if lease.ticket is None:
             return None
         pool = lease.spec.pool
@@ -250,7 +250,7 @@ class ForecastRecorder:
             self.forecasts.swap_finished(kind, _device_name(self._books, device_id), mib, took_ms)
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
-        """Record that the lease became idle or busy. This is also called if a busy lease gets the room that it waited for."""
+        """Record that the lease became idle or busy. Also call this when a busy lease gets the room it was waiting for."""
         if not busy:
             self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
             begun, device = self._begun.pop(lease.lease_id, None), self._books.devices.get(lease.device_id or "")
@@ -272,7 +272,7 @@ class ForecastRecorder:
         self.forecasts.forget(lease.lease_id)
 
     def run_deferred_work(self) -> None:
-        """Forecast the waits and slowdowns that started in the last event."""
+        """Forecast the waits and slowdowns that began with the last event."""
         for lease in self._filed:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.wait_of(lease)
@@ -282,7 +282,7 @@ class ForecastRecorder:
         self._beginning.clear()
 
     def _forecast_slowdown(self, lease: Lease) -> None:
-        """Forecast the slowdown of a new cell by its neighbours, unless it uses several devices."""
+        """Forecast how much neighbours will slow down a new cell, unless it uses several devices."""
         device = self._books.devices.get(lease.device_id or "")
         if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
             return
@@ -307,7 +307,7 @@ _SLACK_MS = 1_000  # forecasts are shown in seconds, and can be a second old
 
 
 def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
-    """Return the forecast to show now, and store its upper bound. `worked_out` is the remaining wait according to the simulation."""
+    """Return the forecast to show now, and store its upper bound. `worked_out` is the simulated remaining wait."""
     resumes = lease.state is LeaseState.RESUMING
     since_ms = lease.since_ms if resumes else ticket.asked_ms
     promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)

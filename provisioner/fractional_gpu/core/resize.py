@@ -1,14 +1,14 @@
 """Resizes existing leases, and enforces memory caps.
 
-- **Requested sizes.** A requested size applies at once if it is smaller and the lease's use fits, or if the lease is not on a device.
-  Otherwise the lease claims the new size with a ticket. The ticket waits in the queue like any other, and stays there if the lease is
-  suspended. Idle neighbours are suspended for the claim, or the lease moves to a device with room, if the lease is idle and movable. A
-  newer request replaces the claim.
-- **Reservations that follow use.** Such a reservation exceeds the use by the pool's headroom, plus the growth between the last two
-  measurements, but at most by twice the headroom. So a kernel that grows steadily stays within its reservation even if a measurement is
-  missed.
-- **Memory caps.** Frameworks limit themselves. `MemoryCaps` catches allocations that bypass these limits. After `GRACE_MS` it notifies the
-  kernel, once per excess, and applies the pool's policy (`Breach`), regardless of minimum residency.
+- **Requested sizes.** A requested size applies at once if it is smaller and the lease's current use fits, or if the lease is not on a
+  device. Otherwise the lease claims the new size with a ticket, which waits in the queue like any other. If the lease is suspended in the
+  meantime, it gets the new size at its next resume. To make room for the claim, idle neighbours are suspended, or the lease itself moves to
+  a device with room if it is idle and movable. A newer request replaces the claim.
+- **Reservations that follow use.** Such a reservation exceeds current use by the pool's headroom plus the growth between the last two
+  measurements, but by at most twice the headroom. This way, a kernel that grows steadily stays within its reservation even if a measurement
+  is missed.
+- **Memory caps.** Frameworks limit their own memory, and `MemoryCaps` catches allocations that bypass these limits. After `GRACE_MS` it
+  notifies the kernel once each time the cap is exceeded, and applies the pool's policy (`Breach`), regardless of minimum residency.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ _UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.Q
 class Resizer:
     """Changes the sizes of leases.
 
-    A lease that waits to grow has a ticket with `resize_to`. This is the lease's own spec if its reservation follows its use.
+    The ticket of a lease that is waiting to grow has `resize_to` set. This is the lease's own spec if its reservation follows its use.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -74,9 +74,9 @@ class Resizer:
         )
 
     def measured(self, lease: Lease) -> None:
-        """Adjust a reservation that follows use to the new measurement.
+        """Adjust a reservation that follows use, based on the new measurement.
 
-        The reservation grows once half of the headroom is used up, or would be by the next measurement. It shrinks only if this frees at
+        The reservation grows once half of the headroom is used up, or would be by the next measurement. It shrinks only if that frees at
         least as much as the headroom.
         """
         if self._books.reserves_cap(lease):
@@ -102,7 +102,7 @@ class Resizer:
             self._claim(lease, lease.spec)
 
     def pool_configured(self, pool: str) -> None:
-        """Apply a changed pool policy. Recompute waiting claims, and claim the memory that leases lack under the new policy."""
+        """Apply a changed pool policy. Recompute waiting claims, and claim any memory that leases lack under the new policy."""
         for lease in self._books.in_state(LeaseState.RESIDENT, LeaseState.UNATTACHED):
             if lease.spec.pool != pool:
                 continue
@@ -111,7 +111,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
-        """File a ticket for the missing memory of a lease that holds less than its pool's policy requires."""
+        """File a ticket for the missing memory if the lease holds less than its pool's policy requires."""
         if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib and not lease.revoked:
             self._claim(lease, lease.spec)
 
@@ -178,7 +178,7 @@ class Resizer:
         return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
 
     def _lacking_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return the memory that the lease lacks on each of its devices, in MiB. On an exclusive device, a lease lacks nothing."""
+        """Return the memory that the lease lacks on each of its devices, in MiB. An exclusive device's free memory counts as held."""
         has_mib = lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.is_exclusive for device in devices):
@@ -193,10 +193,10 @@ def _size(spec: LeaseSpec) -> str:
 
 # -- memory caps -------------------------------------------------------------------------------------------------------
 GRACE_MS = 5000
-"""An excess that lasts for less than this is ignored."""
+"""A lease may exceed its cap for this long before anything happens."""
 
 SLACK_MIB = 16
-"""An excess of less than this is ignored, because each process's use is rounded up."""
+"""A lease may exceed its cap by this much, because each process's use is rounded up."""
 
 _WHAT_FOLLOWS = {
     Breach.WARN: "free some memory: other kernels might run out of memory because of this",
@@ -207,7 +207,7 @@ _WHAT_FOLLOWS = {
 
 @dataclass(slots=True, eq=False)
 class _Excess:
-    """Records since when a lease has used more memory than its cap."""
+    """A lease that is using more memory than its cap, and when this began."""
 
     lease: Lease
     since_ms: int
@@ -230,7 +230,7 @@ class MemoryCaps:
             self._over[lease.lease_id] = _Excess(lease, self._changes.now_ms)
 
     def enforce(self) -> list[Lease]:
-        """Report excesses whose grace period is over. Return the idle leases to suspend because of their excess."""
+        """Report leases that are still over their cap after the grace period. Return the idle ones that must now be suspended."""
         due = []
         for lease_id, excess in list(self._over.items()):
             lease = excess.lease
@@ -245,7 +245,7 @@ class MemoryCaps:
         return due
 
     def due_ms(self) -> int | None:
-        """Return when the next grace period, or the next pause after a failed suspend, ends, or None if there is neither."""
+        """Return when the next grace period or pause after a failed suspend ends, or None if there is neither."""
         times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
         times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)

@@ -1,18 +1,18 @@
-"""Suspends leases that must leave their devices, because a device is drained or becomes unavailable, or because a seat has ended.
+"""Suspends leases that must leave their devices because a device is drained or becomes unavailable, or because their seat has ended.
 
 Pins and minimum residency do not protect a lease from this. A lease that cannot be suspended, because of its process, its device or host
-memory, stays until this is possible.
+memory, stays until it can be.
 
 **Drained devices.** Idle leases are suspended at once. Busy leases are suspended when they become idle, or at once if the administrator
-says so.
+asks for this.
 
 **Ended seats.** The hub server is gone, but its kernels are still alive. A lease without a seat still counts toward its owner's limits, but
 loses its guarantee, ticket and pin. It is suspended even in the middle of a cell, and is not resumed until it has another seat. After the
 pool's `revoked_ttl_ms` its processes are killed, and the lease ends with them.
 
-**Devices that become unavailable at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases that it can. Idle
-leases are saved at once, and busy leases as late as their swaps allow. Users are told what cannot be saved. After the deadline, the device
-is drained like any other.
+**Devices that become unavailable at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases it can. Idle leases
+are saved at once, and busy leases as late as their swaps allow. Users are told what cannot be saved. After the deadline, the device is
+drained like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,13 +34,13 @@ REVOKED: Final = Reason(
     "the seat of this kernel has ended: it cannot use a GPU until its user's "
     "server is started again with at least as large a share of the same pool",
 )
-"""The reason for declining a request about a revoked lease."""
+"""The reason given when a request about a revoked lease is declined."""
 
 _END_AGAIN_MS = 60_000  # after this, processes that are still alive are ended again
 
 
 def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
-    """Begin to drain a device. `deadline_ms` is when the device becomes unavailable, or None if it stays."""
+    """Begin to drain a device. `deadline_ms` is when the device becomes unavailable, or None if it stays available."""
     device = changes.books.devices.get(device_id)
     if device is None:
         return
@@ -95,7 +95,7 @@ def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
 
 
 def reinstate(changes: Changes, lease: Lease, seat: str) -> None:
-    """Reinstate a revoked lease that has a new seat. If a cell of its kernel is running without a device, file a ticket for the lease."""
+    """Reinstate a revoked lease that has a new seat. If its kernel is busy without a device, file a ticket for it."""
     if not lease.revoked:
         return
     changes.books.reinstate(lease, replace(lease.spec, seat=seat))
@@ -147,7 +147,7 @@ def _can_be_saved(changes: Changes, lease: Lease) -> bool:
 # -- saving before a deadline ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A lease to save before its device becomes unavailable. Times are in ms of the arbiter's clock."""
+    """A lease to save before its device becomes unavailable. Times are in ms on the arbiter's clock."""
 
     lease_id: str
     value: int  # 1 or more
@@ -165,13 +165,13 @@ class Candidate:
 
     @property
     def urgency(self) -> tuple[int, bool, int, str]:
-        """A sort key by deadline, then with idle leases before busy ones, then by value per ms."""
+        """A sort key for ordering by deadline, then idle leases before busy ones, then by value per ms."""
         return self.deadline_ms, self.busy, *self.density
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for saving leases: for each swap channel, its leases in order with their latest starts; and the leases to be lost."""
+    """A plan for saving leases: the order of leases on each swap channel, their latest start times, and the leases that will be lost."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Plan:
 
 
 MARGIN_MS = 500
-"""The slack before each deadline, so that the report of a suspend's end arrives in time."""
+"""The slack left before each deadline, so that the report of a finished suspend arrives in time."""
 
 LEAST_RETRY_MS = 250
 """The shortest pause between a failed suspend and the next attempt."""
@@ -200,8 +200,8 @@ _SAVE_TO_DISK = (
 class Salvage:
     """Suspends leases before their devices become unavailable.
 
-    The plan is recomputed at every event, so that it changes at once when a cell ends or a swap takes longer than predicted. Planned
-    suspends have precedence. Another swap begins only if it will end before the next planned suspend must begin.
+    The plan is recomputed at every event, so it adapts at once when a cell ends or a swap takes longer than predicted. Planned suspends
+    take precedence: another swap begins only if it will end before the next planned suspend has to begin.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -210,7 +210,7 @@ class Salvage:
         self._told: dict[str, str] = {}  # by lease, the reason code of the last notice to its user
 
     def save(self) -> None:
-        """Begin suspends that are due, keep channels for those that are due soon, and tell users what will be lost."""
+        """Begin suspends that are due, keep channels free for those due soon, and tell users what will be lost."""
         self._changes.kept_channels = 0
         self._books.unsaved.clear()
         if not self._books.draining and not self._told:
@@ -227,7 +227,7 @@ class Salvage:
             del leases[begun]
 
     def _leases_to_save(self) -> Iterator[Lease]:
-        """Yield the resident leases of devices with a drain deadline, and schedule a recheck at each deadline."""
+        """Yield the resident leases on devices with a drain deadline, and schedule a recheck at each deadline."""
         for device in self._books.draining:
             if device.deadline_ms is None or device.deadline_ms <= self._changes.now_ms:
                 continue
@@ -240,8 +240,7 @@ class Salvage:
     def _hasten_retry(self, lease: Lease) -> None:
         """Make sure that a failed suspend is retried before the deadline, even if `retry_refused_ms` is longer. This is idempotent.
 
-        The pause doubles with each failure, but is at most half of the time in which the suspend can still begin, so that the last attempt
-        fits.
+        The pause doubles with each failure, up to half of the time left to begin the suspend, so that there is time for a last attempt.
         """
         retries, now_ms = lease.retries, self._changes.now_ms
         if retries.suspend_after_ms <= now_ms:
@@ -285,7 +284,7 @@ class Salvage:
         return self._books.forecasts.widest_swap_span(kind, device_kind, mib)
 
     def _begin_next(self, plan: Plan, leases: dict[str, Lease]) -> str | None:
-        """Begin the next suspend that is due, if a channel is free. Return its lease id, or None if none began."""
+        """Begin the next suspend that is due, if a channel is free. Return the id of its lease, or None if no suspend began."""
         if not self._changes.channel_free:
             return None
         now_ms, soonest_ms = self._changes.now_ms, None
@@ -308,7 +307,7 @@ class Salvage:
         return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
-        """Keep a swap channel free if another suspend or resume on it could take so long that its next planned suspend is late."""
+        """Keep a swap channel free if another suspend or resume on it could make its next planned suspend late."""
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
@@ -323,7 +322,7 @@ class Salvage:
                 self._books.recheck_at(keep_from_ms)
 
     def _tell_users(self, plan: Plan, leases: dict[str, Lease]) -> None:
-        """Tell each user once that the kernel's state cannot be saved in time, or that its cell will be paused."""
+        """Tell each user once if the kernel's state cannot be saved in time, or if its cell will be paused."""
         saved = {one.lease_id for one in plan.saved}
         for lease in leases.values():
             left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))
@@ -371,7 +370,7 @@ class Salvage:
         self._changes.record(lease.lease_id, reason, sentence)
 
     def _withdraw_notices(self, leases: dict[str, Lease]) -> None:
-        """Tell users if their device stays after all, and forget leases that have left their device."""
+        """Tell users if their device stays available after all, and forget leases that have left their device."""
         for lease_id in [one for one in self._told if one not in leases]:
             lease = self._books.leases.get(lease_id)
             if lease is not None and lease.state is LeaseState.SUSPENDING:
@@ -400,7 +399,7 @@ _MOST_PRIORITY_STEPS = 10
 
 
 def value_of(worked_ms: int, priority: int) -> int:
-    """Return a lease's value. This is a minute plus the time that its cells ran on a device.
+    """Return a lease's value, which is one minute plus the time its cells have run on a device.
 
     The value doubles with each step of priority above 0, and halves with each step below 0.
     """
@@ -409,7 +408,7 @@ def value_of(worked_ms: int, priority: int) -> int:
 
 
 def plan_saving(candidates: Sequence[Candidate], *, free_ms: Sequence[int], host_left_mib: int) -> Plan:
-    """Plan which leases to save. `free_ms` has, for each swap channel, the time from which it is free."""
+    """Plan which leases to save. `free_ms` lists when each swap channel becomes free."""
     rest, channels, starts = _in_order(candidates), list[list[Candidate]](), sorted(free_ms)
     for start_ms in starts:
         chosen = _best_in_time(rest, start_ms)
@@ -434,7 +433,7 @@ def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
-    """Return whether all these leases meet their deadlines if they are saved one by one in this order."""
+    """Return whether all these leases would meet their deadlines if saved one by one in this order."""
     for one in ordered:
         start_ms = max(start_ms, one.from_ms) + one.swap_ms
         if start_ms > one.deadline_ms:
@@ -443,7 +442,7 @@ def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
 
 
 def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set of leases that one channel can save in time, in the order of saving."""
+    """Return the most valuable set of leases that one channel can save in time, in the order to save them."""
     if _ends_in_time(ordered, start_ms):
         return list(ordered)
     able = [one for one in ordered if _ends_in_time([one], start_ms)]
@@ -483,9 +482,9 @@ def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
 
 
 def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[list[Candidate]]:
-    """Drop leases so that the rest fit in host memory and have the highest value.
+    """Drop leases so that the rest fit in host memory and are worth as much as possible.
 
-    This uses `_best_in_slots` with memory instead of time.
+    This uses `_best_in_time` with memory instead of time.
     """
     chosen = [one for channel in channels for one in channel]
     if sum(one.host_mib for one in chosen) <= left_mib:
@@ -501,7 +500,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add candidates that were left out so far, if time and host memory allow. Those with the highest value per ms are added first."""
+    """Add candidates left out so far, if time and host memory allow, starting with those of the highest value per ms."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):
@@ -516,7 +515,7 @@ def _fill(
 
 
 def _latest_ms(channel: Sequence[Candidate]) -> dict[str, int]:
-    """Return the latest start of each of a channel's suspends."""
+    """Return the latest time at which each of the channel's suspends can start, by lease."""
     found, after_ms = dict[str, int](), None
     for one in reversed(channel):
         ends_ms = one.deadline_ms if after_ms is None else min(one.deadline_ms, after_ms)

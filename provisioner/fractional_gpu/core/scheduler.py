@@ -1,16 +1,16 @@
-"""After every event, the scheduler serves the waiting leases as far as possible.
+"""Serves as many waiting leases as possible after each event.
 
-It takes these steps, in this order. All of them share the swap channels.
+Each run takes the following steps in order. They all share the swap channels.
 
 1. End leases whose time is up.
-2. Save leases whose device will become unavailable.
-3. Begin suspends that were requested, or that a breached cap, a drained device, an ended seat or a stranger makes necessary.
+2. Save leases before their devices become unavailable.
+3. Begin suspends that were requested, or that a breached cap, a drained device, an ended seat or a stranger has made necessary.
 4. Serve tickets.
-5. Relieve host memory.
-6. Resume leases whose cells are expected.
+5. Relieve pressure on host memory.
+6. Resume leases that are expected to run a cell soon.
 7. Move leases off devices where busy leases slow each other down.
 8. Suspend leases that have been idle long enough.
-9. Move idle leases so that devices become empty.
+9. Move idle leases together so that whole devices become empty.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -46,7 +46,7 @@ class Scheduler:
         self.expectations = Expectations(changes)
 
     def serve(self) -> None:
-        """Serve the waiting leases, by the steps that the module lists, as far as possible."""
+        """Serve as many waiting leases as possible, following the steps in the module docstring."""
         self._books.recheck_ms = None
         for lease in list(self._books.leases.values()):
             self._take_due(lease)
@@ -85,7 +85,7 @@ class Scheduler:
                 break
 
     def _settle_gates(self) -> None:
-        """Close and open the gates that the last pass chose. If no ticket waits, open all gates."""
+        """Close and open gates as decided by the last pass over the queue. If no ticket is waiting, open all gates."""
         last, self._last_pass = self._last_pass, None
         if last is not None and self._books.waiting:
             last.settle_gates()
@@ -94,12 +94,12 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when to serve the leases again if no event comes first, or None if never. The end of an operation is an event, too."""
+        """Return when `serve` should run next if no event (such as the end of an operation) comes first, or None if it needn't."""
         due = (self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 
     def _take_due(self, lease: Lease) -> None:
-        """Act on the deadlines of the lease that have passed, except the one for suspending an idle lease."""
+        """Act on any of the lease's deadlines that have passed, except its idle-suspend deadline."""
         now_ms = self._changes.now_ms
         if lease.expires_ms is not None and lease.expires_ms <= now_ms:
             self._changes.end(lease, Cause.EXPIRED, "expired")
@@ -138,7 +138,7 @@ class Scheduler:
                 self._changes.begin_suspend(lease, "suspend.asked", f"suspended because of {by}")
 
     def move_requested(self, lease: Lease, device_id: str | None) -> None:
-        """Move the lease at once, as an administrator requested, or decline the request."""
+        """Move the lease right away, at an administrator's request, or decline the request."""
         wait = (lease.state is LeaseState.RESIDENT and self.cannot_suspend(lease)) or move_on_request(
             self._changes, lease, device_id
         )
@@ -157,7 +157,7 @@ class Scheduler:
                 self._changes.begin_suspend(lease, "suspend.breach", "it uses more than its cap")
 
     def cannot_suspend(self, lease: Lease) -> Reason | None:
-        """Return why a resident, idle lease cannot be suspended now, or None if it can."""
+        """Return why a resident, idle lease can't be suspended right now, or None if it can."""
         if lease.is_unsuspendable:
             return Reason("not-checkpointable", lease.unsuspendable_reason)
         if lacks_device(self._books, lease):

@@ -1,21 +1,21 @@
-"""Computes how many hub seats fit on a device, from a forecast of waits instead of a sum of caps.
+"""Computes how many hub seats fit on a device, based on forecast waiting times rather than the sum of the seats' caps.
 
-The model assumes that a seat is active for `duty_milli` thousandths of its server's life, independently of other seats, and needs `mib` of
-its device while it is active. The total need at a random time then has a weighted Poisson-binomial distribution. It is computed exactly, by
-convolution over thousandths of the device's memory (Hong, CSDA 59, 2013; Kaufman 1981 and Roberts 1981 for calls that share trunks). Needs
-are rounded up, and the last bin holds all needs beyond the device.
+The model assumes that a seat is active for `duty_milli` thousandths of its server's life, independently of other seats, and needs `mib` MiB
+of device memory while active. The total need at any moment then has a weighted Poisson-binomial distribution. It is computed exactly, by
+convolution over thousandths of the device's memory (Hong, CSDA 59, 2013; Kaufman 1981 and Roberts 1981 for calls sharing trunks). Needs are
+rounded up, and the last bin holds all totals that exceed the device.
 
-A cell of seat i finds no room with probability P(S > C | i active), where S is the total need and C the device's memory. The average over
-cells is E[N; S > C] / E[N], where N is the number of active seats. So the convolution carries P(S = s) and E[N; S = s]. A cell without room
-waits for another cell to end. The median cell that uses a GPU lasts two minutes (48 hours of a notebook platform's trace). The model has no
-memory: half of the remaining cells end in each further two minutes.
+A cell of seat i finds no room with probability P(S > C | i active), where S is the total need and C is the device's memory. The average
+over cells is E[N; S > C] / E[N], where N is the number of active seats. The convolution therefore tracks P(S = s) and E[N; S = s]. A cell
+that finds no room waits for another cell to end. The median GPU cell lasts two minutes (in a 48-hour trace from a notebook platform). The
+model is memoryless: half of the cells still running end within the next two minutes.
 
-Devices between which a suspended kernel can move are forecast as one device of their total size, because a cell waits only if none of them
-has room. A share that does not divide a device counts as the next larger share that does (3/4 as a whole device), because the remainders of
-several devices cannot be combined. The assumption of independence fails first in a lesson in which everyone runs the same cell. Give such a
-pool a smaller bound.
+Devices that suspended kernels can move between are treated as one device of their combined size, because a cell waits only if none of them
+has room. A share that does not divide a device evenly is rounded up to one that does (3/4 becomes a whole device), because leftover room on
+several devices cannot be combined. Seats are least independent in a class where everyone runs the same cell, so give such a pool a smaller
+bound.
 
-All values are integers: MiB, milliseconds and millionths. The forecast does not depend on the order of the seats.
+All values are integers, such as MiB, milliseconds and millionths. The forecast does not depend on the order of the seats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _PRIOR_BUSY_MS = 30 * 60_000  # weight of the prior for memory, in busy time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How a user uses a GPU: the part of the server's time in which kernels are busy, and the memory that they then use."""
+    """A user's GPU usage: the part of the server's lifetime in which kernels are busy, and the memory they use while busy."""
 
     duty_milli: int
     active_mib: int
@@ -45,7 +45,7 @@ PRIOR_USAGE = Usage(duty_milli=257, active_mib=4400)
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class SeatLoad:
-    """A seat on a device. It is active for `duty_milli` thousandths of the time, and needs `mib` of memory while it is active."""
+    """A seat's load. The seat is active for `duty_milli` thousandths of the time, and needs `mib` MiB of device memory while active."""
 
     mib: int
     duty_milli: int
@@ -66,7 +66,7 @@ class SeatDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Devices of one kind that are forecast as one large device, with their seats. `_counted` rounds up the memory of each seat."""
+    """Devices of one kind and their seats, treated as one large device. Seats' memory is rounded up by `_counted`."""
 
     places: tuple[SeatDevice, ...]
     capacity_mib: int
@@ -89,16 +89,16 @@ class _Group:
         return any(load.mib <= one.capacity_mib for one in self.places)
 
     def wait_chance(self, load: SeatLoad) -> int:
-        """Return the chance in millionths that a cell finds no free memory if one more seat is added."""
+        """Return the chance, in millionths, that a cell finds no free memory if one more seat is added."""
         return _wait_chance(self.loads, _counted(load, self.places), self.capacity_mib, self.bins)
 
     def emptiest(self, load: SeatLoad) -> SeatDevice:
-        """Return the device whose seats need the least memory on average. Devices that are too small for the new seat are left out."""
+        """Return the device whose seats need the least memory on average, ignoring devices that are too small for the new seat."""
         return min((one for one in self.places if load.mib <= one.capacity_mib), key=_filled_milli)
 
 
 def _bins_of(devices: int) -> int:
-    """Return into how many bins the devices' memory is divided. Each has equally many, so a seat that fills a device fills its bins."""
+    """Return the number of bins for the combined memory of this many devices. Each device gets the same whole number of bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -114,7 +114,7 @@ def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
 
 
 def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
-    """Return the groups of devices of one kind that are forecast together, in the order of their first devices."""
+    """Group devices by kind, because those of one kind are forecast together. Groups are in the order of their first devices."""
     found: dict[tuple[str, str], list[SeatDevice]] = {}
     for place in places:
         found.setdefault((place.kind, "" if place.kind else place.device_id), []).append(place)
@@ -122,7 +122,7 @@ def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
 
 
 def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
-    """Estimate a user's usage from the kernels' lifetime, their busy time, and their memory summed over the busy time (MiB times ms)."""
+    """Estimate a user's usage from how long kernels existed, how long they were busy, and memory use over busy time (MiB times ms)."""
     busy_ms = min(busy_ms, live_ms)
     duty = (busy_ms * 1000 + prior.duty_milli * _PRIOR_LIVE_MS) // (live_ms + _PRIOR_LIVE_MS)
     mib = (busy_mib_ms + prior.active_mib * _PRIOR_BUSY_MS) // (busy_ms + _PRIOR_BUSY_MS)
@@ -130,7 +130,7 @@ def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usag
 
 
 def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int, bins: int) -> int:
-    """Return the chance in millionths that a cell finds no free memory if the seat `more` is added.
+    """Return the chance, in millionths, that a cell finds no free memory if the seat `more` is added.
 
     `loads` must be sorted, because rounding depends slightly on their order.
     """
@@ -152,7 +152,7 @@ def _millionths(active: list[int], expected_milli: int) -> int:
 
 @lru_cache(maxsize=64)
 def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> tuple[list[int], list[int]]:
-    """Return P(S = s) and E[N; S = s] (see the module) by total need s. The last bin is for S > C. Do not change the cached lists."""
+    """Return P(S = s) and E[N; S = s] (see above) for each total need s. The last bin is for S > C. Don't modify the cached lists."""
     chance, active = [0] * (bins + 2), [0] * (bins + 2)
     chance[0] = _WHOLE
     for load in loads:
@@ -161,7 +161,7 @@ def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> 
 
 
 def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
-    """Add a seat to the distribution in place. The loop starts at the largest need, so that the seat is added only once to each need."""
+    """Add a seat to the distribution in place, working down from the largest need so that the seat isn't counted twice."""
     last = len(chance) - 1
     shift, duty = -(-load.mib * (last - 1) // capacity_mib), load.duty_milli
     for need in range(last, -1, -1):
@@ -178,7 +178,7 @@ def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib
 
 
 def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
-    """Return how many of a thousand cells that find no free memory have still not started after `target_ms`."""
+    """Return how many out of every thousand cells that find no free memory are still waiting after `target_ms`."""
     halvings, rest = divmod(target_ms, median_ms)
     if halvings >= 10:
         return 0
@@ -193,11 +193,11 @@ def _late_chance(wait_millionths: int, target_ms: int) -> int:
 def choose_device(
     load: SeatLoad, places: Sequence[SeatDevice], *, target_ms: int, bound_milli: int
 ) -> tuple[str | None, int]:
-    """Return the device for one more seat, and the chance in millionths that a cell on it waits longer than the target.
+    """Return the device on which to place one more seat, and the chance, in millionths, that a cell there waits longer than the target.
 
     The fullest device that stays within the bound is chosen, to keep other devices empty for larger seats. Ties go to the first device.
-    All devices of one kind have the same chance, and the emptiest is chosen. If no device stays within the bound, return None and the
-    smallest chance.
+    Devices of the same kind all have the same chance, so the emptiest of them is chosen. If no device stays within the bound, the result is
+    None and the smallest chance found.
     """
     forecasts = [
         (_late_chance(each.wait_chance(load), target_ms), each) for each in _groups(places) if each.takes(load)
@@ -212,7 +212,7 @@ def choose_device(
 
 
 def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: str) -> int:
-    """Return the chance in millionths that a cell finds no free memory if one more seat is added to the device or others of its kind."""
+    """Return the chance, in millionths, that a cell finds no free memory if a seat is added to this device or others of its kind."""
     for group in _groups(places):
         if any(place.device_id == device_id for place in group.places):
             return group.wait_chance(load)
@@ -220,7 +220,7 @@ def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: st
 
 
 def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
-    """Return the device with the smallest chance that a cell finds no free memory, and that chance in millionths.
+    """Return the device where a cell is least likely to find no free memory, and the chance of that in millionths.
 
     The device is None if the seat fits nowhere.
     """
@@ -233,7 +233,7 @@ def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDev
 
 
 def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
-    """Return the quantile `milli` (in thousandths) of all cells' waits, in ms, if `wait_millionths` of the cells find no free memory."""
+    """Return the `milli`/1000 quantile of all cells' waits, in ms, if `wait_millionths` of the cells find no free memory."""
     late = 1_000_000 - 1000 * milli
     if wait_millionths <= late:
         return 0
@@ -258,9 +258,9 @@ def more_seats(
     most: int,
     bins: int = _BINS,
 ) -> int:
-    """Return how many more seats of this load fit within the bound on a device with the sorted `loads`, at most `most`.
+    """Return how many more seats with this load, up to `most`, a device can take without exceeding the bound.
 
-    The result is cached.
+    `loads` must be sorted. The result is cached.
     """
     if load.mib > capacity_mib or not load.duty_milli or bound_milli >= 1000:
         return most if load.mib <= capacity_mib else 0
@@ -275,7 +275,7 @@ def more_seats(
 
 
 def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: int, bound_milli: int, most: int) -> int:
-    """Return how many more seats of this load fit on these devices within the bound, at most `most` on each."""
+    """Return how many more seats with this load these devices can take without exceeding the bound, up to `most` each."""
     return sum(
         more_seats(
             group.loads,
@@ -294,7 +294,7 @@ def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: in
 def admissible_milli(counts: Mapping[int, int]) -> int:
     """Return how many milli-GPU can be requested in total, however they are divided into fractions.
 
-    `counts` maps each fraction, in milli-GPU, to the number of seats of this fraction that fit. If the result is `m`, then `m // fraction`
+    `counts` maps each fraction, in milli-GPU, to the number of seats of that size that fit. If the result is `m`, then `m // fraction`
     seats of any fraction fit.
     """
     if not counts:
@@ -305,5 +305,5 @@ def admissible_milli(counts: Mapping[int, int]) -> int:
 
 
 def _filled_milli(device: SeatDevice) -> int:
-    """Return the memory that the device's seats need on average, in thousandths of the device's memory."""
+    """Return how much of the device's memory its seats need on average, in thousandths."""
     return sum(load.mib * load.duty_milli for load in device.loads) // max(1, device.capacity_mib)

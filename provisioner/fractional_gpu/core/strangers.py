@@ -1,8 +1,8 @@
-"""Suspends leases for strangers, which are programs without a lease that use memory reserved for leases.
+"""Suspends leases to make way for strangers: programs that have no lease but use memory reserved for leases.
 
-Idle leases are suspended first, the cheapest first, after their minimum residency, until a margin is free in which the strangers can grow.
-Busy leases are suspended only if their pool allows it (`yield-busy`), and only until the reservations fit. Each lease is resumed for its
-next cell once there is room. A stranger whose use goes up and down therefore costs a lease at most one swap per minimum residency.
+Idle leases are suspended first, starting with the cheapest, once they complete their minimum residency, until strangers have room to grow.
+Busy leases are suspended only if their pool allows it (`yield-busy`), and only until the remaining reservations fit. Each lease is resumed
+for its next cell once there is room. A stranger whose memory use fluctuates therefore costs a lease at most one swap per minimum residency.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -16,7 +16,7 @@ _MARGIN_PARTS = 16  # one part in this many of a device's memory stays free for 
 
 
 def yield_to_strangers(changes: Changes) -> None:
-    """Begin suspends on devices where strangers and reservations together exceed the memory, while swap channels are free."""
+    """Begin suspends on devices where strangers and reservations together exceed the device's memory, while swap channels are free."""
     for device in changes.books.devices.values():
         # `free_mib` is 0 if one lease has all of the device
         free_mib = device.lease_capacity_mib - device.sums.reserved_mib + device.mib(OccupancyKind.SUSPENDING)
@@ -37,7 +37,7 @@ def _make_way(changes: Changes, device: Device, free_mib: int, margin_mib: int) 
 
 
 def _leaving(books: Books, device: Device) -> list[Lease]:
-    """Return the leases to suspend for strangers now. Idle leases come first, then busy leases of pools that allow it."""
+    """Return the leases to suspend for strangers now. Idle leases come first, then busy leases in pools that allow it."""
     idle = [
         lease
         for lease in Victims(books).idle(device.spec.device_id)

@@ -1,16 +1,17 @@
-"""Decides which leases may be suspended for a waiting lease and what that costs, and finds the cheapest plan.
+"""Decides which leases may be suspended for a waiting lease, works out the cost, and finds the cheapest plan.
 
-**Idle leases** are suspended first, the cheapest first, and only if their memory is needed. They are left alone while they are pinned, for
-a while after a failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
+**Idle leases** are suspended first, starting with the cheapest, and only if their memory is needed. They are left alone while they are
+pinned, for a while after a failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
 
-**Busy leases** are suspended only in pools that preempt, and only after their minimum residency (`residency_ms`). This is a multiple of
-their swap time, so that two leases do not thrash. They are suspended only for a lease that precedes them (`goes_before_from_ms`), which is
+**Busy leases** are suspended only in pools that allow preemption, and only after their minimum residency (`residency_ms`), which is a
+multiple of their swap time to prevent thrashing. They are suspended only for a lease that takes precedence over them
+(`goes_before_from_ms`). This can be
 
 - a lease of higher priority (`preempt_priorities`), or
 - in a pool that shares by virtual time (`preempt_equals`), a lease of the same priority that has had less than its share, or whose ticket
-  is due. Leases of different owners are compared by the owners' virtual times, and leases of one owner by their own.
+  is due. Leases of different owners are compared by the owners' virtual times, and leases of the same owner by their own.
 
-Virtual times advance while leases work, so these functions return the time *from* which the answer is yes.
+Virtual times advance while leases run, so these functions return the time *from* which the answer is yes.
 
 **The cost** of a suspend is the swap time divided by the time until the lease is expected to run again (`suspend_cost`).
 
@@ -39,7 +40,7 @@ from fractional_gpu.core.units import format_memory
 
 
 def lacks_device(books: Books, lease: Lease) -> bool:
-    """Return whether a device of the lease is missing or lost, so its memory cannot be saved."""
+    """Return whether any of the lease's devices is missing or lost, which means its memory can't be saved."""
     devices = [books.devices.get(device_id) for device_id in lease.device_ids]
     return not devices or any(device is None or device.lost for device in devices)
 
@@ -48,7 +49,7 @@ def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """Return when a resident, idle lease may be suspended for others, or None while it is busy or cannot be suspended.
 
     The lease is left alone while it is pinned, for a while after a failed suspend, and until it has had a chance to run. If its next cell
-    waits at a closed gate, it counts as idle after its minimum residency. The caller must check its devices (`lacks_device`).
+    is waiting at a closed gate, it is treated as idle after its minimum residency. The caller must also check `lacks_device`.
     """
     if lease.is_working or lease.is_unsuspendable:
         return None
@@ -57,7 +58,7 @@ def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
-    """Return whether an idle lease makes room for the beneficiary. If its next cell is waiting, the beneficiary must precede that cell."""
+    """Return whether an idle lease makes room for the beneficiary. If the lease's next cell is waiting, the beneficiary must come first."""
     place, ticket = lease.gate.ticket, beneficiary.ticket
     if place is None or ticket is None:
         return place is None
@@ -75,7 +76,7 @@ _UNSEEN = "our extension is not loaded in this kernel, and its pool suspends onl
 
 
 def update_suspendability(books: Books, lease: Lease) -> None:
-    """Set the sentence that explains why the lease's process, device or pool prevents a suspend, or clear it if nothing does."""
+    """Set the sentence explaining why the lease's process, device or pool prevents a suspend, or clear it if nothing does."""
     devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
@@ -105,7 +106,7 @@ def swap_ms(books: Books, lease: Lease) -> int:
 
 
 def residency_ms(books: Books, lease: Lease) -> int:
-    """Return how long the lease may stay on a contended device before it must leave (its minimum residency), in ms."""
+    """Return the lease's minimum residency: how long it may stay on a contended device before it can be made to leave, in ms."""
     pool = books.policy(lease)
     return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
 
@@ -114,7 +115,7 @@ _MIN_GATE_WAIT_MS = 1_000  # a cell waits at its gate at least this long for the
 
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
-    """Return until when a cell that has been held back since `asked_ms` waits for other leases to leave."""
+    """Return when a cell that has been held back since `asked_ms` stops waiting for other leases to leave."""
     return asked_ms + max(_MIN_GATE_WAIT_MS, swap_ms(books, lease))
 
 
@@ -126,7 +127,7 @@ def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the waiting lease will precede the busy `victim`, or None if waiting alone is not enough."""
+    """Return when the waiting lease will take precedence over the busy `victim`, or None if waiting alone is not enough."""
     if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
         return None
     pool = books.policy(lease)
@@ -158,7 +159,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the lease's virtual time, busy milli-GPU and weight, or those of its owner if `other` has another owner."""
+    """Return the lease's virtual time, busy milli-GPU and weight, or its owner's if `other` has a different owner."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -168,22 +169,22 @@ def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, i
 # -- when the next cell comes ------------------------------------------------------------------------------------------
 
 LIKELY_MILLI = 250
-"""Cells with a lower probability than this, in thousandths, are ignored."""
+"""Expected cells that are less likely than this, in thousandths, are ignored."""
 
 
 def likelihood_milli(lease: Lease) -> int:
-    """Return the probability that the expected cell comes, in thousandths, or 0 if no cell is expected."""
+    """Return the probability that the expected cell will come, in thousandths, or 0 if no cell is expected."""
     return lease.expectation.milli if lease.expectation is not None else 0
 
 
 def is_expected(books: Books, lease: Lease) -> bool:
-    """Return whether the lease's next cell is still expected, and is likely enough to count on."""
+    """Return whether the lease's next cell is still expected, and likely enough to act on."""
     known = lease.expectation
     return known is not None and known.until_ms > books.now_ms and likelihood_milli(lease) >= LIKELY_MILLI
 
 
 def next_cell_in_ms(books: Books, lease: Lease) -> int:
-    """Return the expected time until the lease runs its next cell, in ms, based on its past gaps and on signs of a cell."""
+    """Return the expected time until the lease's next cell, in ms, based on past gaps between cells and on signs that one is coming."""
     gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
     known = lease.expectation
     if known is None or known.until_ms <= books.now_ms:
@@ -199,9 +200,9 @@ def next_cell_in_ms(books: Books, lease: Lease) -> int:
 
 
 def suspend_cost(books: Books, lease: Lease) -> int:
-    """Return the cost of suspending the lease, in steps of about a third.
+    """Return the cost of suspending the lease, on a logarithmic scale with two steps per doubling.
 
-    The steps are so coarse that many leases tie, and then the least recently used lease is suspended.
+    The scale is coarse, so many leases tie. Of these, the least recently used is suspended first.
     """
     need_mib = lease.host_need_mib
     # The cost rises up to tenfold as host memory runs out, so small leases are chosen first.
@@ -248,7 +249,7 @@ class Victims:
         return [lease for lease in self._busy[device_id] if lease.occupancy is OccupancyKind.BUSY]
 
     def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that the beneficiary may preempt now, the best choice first."""
+        """Return the busy leases the beneficiary may preempt now, best choice first."""
         books = self._books
         working = self._working(device_id)
         able = [lease for lease in working if books.is_time(goes_before_from_ms(books, beneficiary, lease))]
@@ -281,11 +282,11 @@ class Victims:
         busy: bool = False,
         between_cells: bool = False,
     ) -> tuple[Lease, ...] | None:
-        """Return a minimal set of leases that together hold `short_mib`, or None if there is none.
+        """Return a minimal set of leases that together hold at least `short_mib`, or None if there is none.
 
-        Leases that fit in `host_mib` of host memory are preferred. If they are too few, the limit is ignored, so that the caller can report
-        the shortage of host memory. With `busy`, leases that may be preempted are allowed, too. With `between_cells`, leases that may be
-        asked to yield at the end of a cell are allowed, too. Leases in `taken` are skipped.
+        Leases that fit in `host_mib` of host memory are preferred. If there are too few of them, the limit is ignored so that the caller
+        can report the shortage of host memory. `busy` also allows leases that may be preempted. `between_cells` instead allows leases that
+        may be asked to yield at the end of a cell. Leases in `taken` are skipped.
         """
         if short_mib <= 0:
             return ()
@@ -313,7 +314,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that together free enough memory and fit in host memory, without superfluous ones, or () if none do."""
+    """Return the first leases that together free enough memory and fit in host memory, without unneeded ones. Return () if none do."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
@@ -343,16 +344,16 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The leases to suspend to make room for a ticket on these devices. There are none if suspends in progress already free enough."""
+    """The leases to suspend to make room for a ticket on these devices. `victims` is empty if current suspends will free enough."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]
 
 
 class Capacity:
-    """The room that one pass over the queue can still give out. Room that is promised to a ticket is not available to later tickets.
+    """The room that one pass over the queue can still give out. Room promised to one ticket is not available to later ones.
 
-    Room that current and planned suspends will free counts, too. `promise` keeps this room before the suspends begin, because they might
+    This includes room that current and planned suspends will free. `promise` sets it aside before the suspends begin, because they might
     have to wait for a swap channel.
     """
 
@@ -368,7 +369,7 @@ class Capacity:
     # -- room on a device, MiB -------------------------------------------------------------------------------------------
 
     def free_mib(self, device_id: str) -> int:
-        """Return the free memory that is not kept for a ticket, in MiB. It is negative if more is kept than is free."""
+        """Return the free memory that isn't being kept for a ticket, in MiB. It is negative if more is kept than is free."""
         device, kept = self._books.devices[device_id], self._kept[device_id]
         if not kept:
             return device.free_mib
@@ -376,7 +377,7 @@ class Capacity:
         return min(0, free_mib) if device.is_exclusive else free_mib
 
     def total_mib(self, device_id: str) -> int:
-        """Return the memory that is free once all current and planned suspends have ended, without the memory kept for tickets."""
+        """Return the memory that will be free once all current and planned suspends have ended, excluding memory kept for tickets."""
         mib = self.free_mib(device_id) + self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
         for lease in self.planned.values():
             if lease.state is LeaseState.RESIDENT and device_id in lease.device_ids:
@@ -384,7 +385,7 @@ class Capacity:
         return mib
 
     def reachable_mib(self, device_id: str) -> int:
-        """Return the memory that would be free if all idle leases left, without the memory kept for tickets."""
+        """Return the memory that would be free if all idle leases left, excluding memory kept for tickets."""
         device = self._books.devices[device_id]
         mib = self.free_mib(device_id) + device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
         for lease in self.planned.values():
@@ -401,13 +402,13 @@ class Capacity:
         return any(self.reachable_mib(device_id) >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
-        """Return the ranking of devices for the lease. `devices` has all devices that the lease may use."""
+        """Return a ranking of the devices for the lease. `devices` lists all devices the lease may use."""
         return device_choice(self._books, lease, need_mib, [(one, self.free_mib(one)) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
-        """Return the best devices on which the lease fits, or None.
+        """Return the best devices that the lease fits on, or None.
 
-        In a pool that spreads, devices with more compute left are preferred.
+        Pools that spread leases prefer devices with more compute left.
         """
         choice = self.choice(lease, devices, need_mib)
         fitting = [place for place in choice.everywhere if place[1] >= need_mib]
@@ -432,13 +433,13 @@ class Capacity:
         return chosen if chosen is not None and self._has_compute(chosen[0], lease) else home
 
     def _has_compute(self, device_id: str, lease: Lease) -> bool:
-        """Return whether the device stays within its pool's bound on compute demand if the lease joins."""
+        """Return whether the device would stay within its pool's bound on compute demand if the lease were added."""
         return fullness(self._books.devices[device_id], room_milli(self._books, lease)) < FULL
 
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
     def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
-        """Keep room on the device for a lease. The room need not be free yet. A second call for the same lease has no effect."""
+        """Keep room on the device for a lease, even if it isn't free yet. Calling this again for the same lease has no effect."""
         self._kept[device_id].setdefault(lease.lease_id, need_mib)
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
@@ -453,8 +454,8 @@ class Capacity:
     def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:
         """Return up to `number` devices on which to keep room for the lease.
 
-        Devices where room is already kept for it come first, then those with the most room. The choice is stable while the devices can
-        serve the ticket, so that the kept room can grow until it is enough.
+        Devices where room is already kept for it come first, then those with the most room. The choice stays the same while the
+        devices can serve the ticket, so that the kept room can grow until there is enough.
         """
         able = [device_id for device_id in devices if self._books.devices[device_id].lease_capacity_mib >= need_mib]
         if len(able) < lease.count or lease.ticket is None:  # it needs room on all of its devices at once
@@ -475,10 +476,9 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return the cheapest plan to make room, or None if there is none, or the reason if only host memory is too short.
+        """Return the cheapest plan to make room, a reason if only host memory is lacking, or None if there is no plan.
 
-        The leases in `also` will leave in any case. With `between_cells`, the plan may use busy leases that yield at the end of their
-        cells.
+        The leases in `also` will leave in any case. With `between_cells`, the plan may include busy leases that yield at the end of a cell.
         """
         books, pool = self._books, self._books.policy(lease)
         busy = between_cells or (not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities))
@@ -510,7 +510,7 @@ class Capacity:
     def _by_cost(
         self, lease: Lease, devices: Sequence[str], need_mib: int, victims_of: dict[str, tuple[Lease, ...]]
     ) -> list[tuple[str, ...]]:
-        """Return the possible sets of devices, the cheapest first. All devices of a set are of one type.
+        """Return the possible sets of devices, cheapest first. All devices in a set are of the same type.
 
         Devices are compared by their busy victims, then by missing compute, swap costs, the number of victims, fragmentation, and how
         recently a victim was active.
@@ -543,12 +543,12 @@ class Capacity:
 
     @property
     def _host_left_mib(self) -> int:
-        """The host memory that is left once all planned suspends have begun, in MiB."""
+        """The host memory that will be left once all planned suspends have begun, in MiB."""
         to_come = (one.host_need_mib for one in self.planned.values() if one.state is LeaseState.RESIDENT)
         return self._books.host_left_mib - sum(to_come)
 
     def short_of_host(self, plan: Plan) -> Reason | None:
-        """Return a reason if host memory is too short for the plan, and otherwise None."""
+        """Return a reason if there isn't enough host memory for the plan, otherwise None."""
         host_mib, left_mib = sum(victim.host_need_mib for victim in plan.victims), self._host_left_mib
         if not plan.victims or host_mib <= left_mib:
             return None
@@ -571,7 +571,7 @@ class Capacity:
     # -- filling kept room -----------------------------------------------------------------------------------------------
 
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
-        """Return whether the lease would fit on the device if all other leases that can ever leave it had left."""
+        """Return whether the lease would fit on the device once every other lease that can leave it has left."""
         books, device = self._books, self._books.devices[device_id]
 
         def stays(other: Lease) -> bool:
@@ -584,7 +584,7 @@ class Capacity:
         return device.lease_capacity_mib - stays_mib >= need_mib
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
-        """Return the device's cheapest idle leases that fit in host memory, as many as are needed to free the missing memory."""
+        """Return the cheapest idle leases that fit in host memory, as many as it takes to free the missing memory on the device."""
         device = self._books.devices[device_id]
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []

@@ -1,10 +1,10 @@
-"""A model of how much kernels that share a device slow each other down. It uses only integers.
+"""Models how much kernels sharing a device slow each other down, using only integers.
 
-A kernel that uses the part u of its device when it runs alone leaves the device idle for 1 - u of the time. Next to other kernels, its work
-on the device takes k times as long, and its other work takes as long as before. A cell then takes 1 - u + u * k times as long as alone, and
-uses u / (1 - u + u * k) of the device. If the kernels' total demand is at most the whole device, each runs in the others' pauses, and k
-is 1. Otherwise the device is never idle, and k is the value for which the uses add up to the whole device. There is exactly one such value,
-because each use falls as k grows. The model ignores the costs of context switches and of shared caches.
+A kernel that uses a fraction u of its device when running alone leaves the device idle for 1 - u of the time. When it shares the device,
+its work there takes k times as long, and its other work is unaffected. A cell then takes 1 - u + u * k times as long as it does alone, and
+uses u / (1 - u + u * k) of the device. If the kernels' total demand is at most the whole device, each runs during the others' pauses, and k
+is 1. Otherwise the device is never idle, and k is the value at which the kernels' uses add up to the whole device. There is exactly one
+such value, because each use falls as k grows. The model ignores the costs of context switches and shared caches.
 """
 
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ _PARTS = 10**9  # unit of sums of uses, parts of a device
 
 
 def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI) -> int:
-    """Return how many times as long work on a shared device takes (k), in thousandths. It is 1000 if all demands fit on the device.
+    """Return k, the factor by which work on a shared device slows down, in thousandths. It is 1000 if all demands fit on the device.
 
-    `wants_milli` has each kernel's use when it runs alone, in thousandths of a device, at most 1000. `capacity_milli` is the total use that
-    is possible. It is more than 1000 if one kernel alone cannot fill the device (MPS).
+    `wants_milli` lists each kernel's use when running alone, in thousandths of a device (at most 1000). `capacity_milli` is the highest
+    possible total use. It is more than 1000 if one kernel alone cannot fill the device (MPS).
     """
     wants = [want for want in wants_milli if want]
     total_milli = sum(wants)
@@ -40,12 +40,12 @@ def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI)
 
 
 def slowed_milli(want_milli: int, k_milli: int) -> int:
-    """Return a cell's time, in thousandths (rounded up) of its time alone, if its work on the device takes k times as long."""
+    """Return how long a cell takes if its device work is slowed down by k, in thousandths (rounded up) of its time when run alone."""
     return WHOLE_MILLI - want_milli + -(-want_milli * k_milli // WHOLE_MILLI)
 
 
 def most_wanted_milli(use_milli: int, largest_milli: int) -> int:
-    """Return an upper bound on the demand of a kernel that uses `use_milli` of a full device, if the largest use is `largest_milli`.
+    """Return an upper bound on the demand of a kernel using `use_milli` of a full device where none uses more than `largest_milli`.
 
     No demand exceeds the whole device, so k is at most 1 / largest. The demand u follows from the use: u = use / (1 - use * (k - 1)). It is
     at least the use.

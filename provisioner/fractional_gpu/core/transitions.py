@@ -1,6 +1,6 @@
-"""The legal state changes of a lease, as data.
+"""Defines the legal state changes of a lease as a table.
 
-The arbiter makes only the changes in the table. The diagram in the documents is drawn from it
+The arbiter makes no other changes. The diagram in the documentation is generated from the table
 (`python -m fractional_gpu.core.transitions`).
 """
 
@@ -11,7 +11,7 @@ from fractional_gpu.core.model import LeaseState
 
 
 class Cause(StrEnum):
-    """Why a lease changes state."""
+    """The reason a lease changes state."""
 
     ADMITTED = "admitted"
     ATTACHED = "attached"
@@ -79,7 +79,7 @@ TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
     _S.QUARANTINED: {**_FOUND, **_END},
     _S.ENDED: {},
 }
-"""The next state, by state and cause. The state None stands for a lease that is new to the arbiter."""
+"""Maps each state and cause to the next state. The key None is for a lease that is new to the arbiter."""
 
 
 def next_state(old: LeaseState | None, cause: Cause) -> LeaseState:

@@ -1,4 +1,4 @@
-"""Parses and formats sizes (`20GiB`), durations (`5m`) and fractions (`1/4`). Elsewhere these are integers."""
+"""Parses and formats sizes (`20GiB`), durations (`5m`) and fractions (`1/4`). The rest of the code handles them as integers."""
 
 import re
 from fractions import Fraction
@@ -16,14 +16,14 @@ _LONGEST = 64
 _COMMON_PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _UNDER = "under"
 RESTORE_MARGIN_MIB = 256
-"""How much memory must stay free besides what a restore brings back, which is fatal without room. An H200 (driver 580) needed 4 MiB."""
+"""How much memory, in MiB, a restore needs beyond what it restores. Running out is fatal. An H200 (driver 580) needed 4 MiB."""
 _LARGEST = 10**18  # larger integers are no sizes or durations, and Python may refuse to print them
 
 
 def parse_memory_mib(text: str | int) -> int:
-    """Return the size in MiB, rounded down. A number without a unit is in MiB.
+    """Parse a size and return it in MiB, rounded down. A number without a unit is in MiB.
 
-    Raise ValueError for anything else, with a message that says what is allowed.
+    Raise ValueError if it isn't a valid size, with a message that says what is allowed.
     """
     expected = "expected a positive size such as 512MiB, 20GiB or 20GB"
     shown = _text(text)
@@ -38,9 +38,9 @@ def parse_memory_mib(text: str | int) -> int:
 
 
 def parse_duration_ms(text: str | int) -> int:
-    """Return the duration in milliseconds. A number without a unit is in seconds.
+    """Parse a duration and return it in milliseconds. A number without a unit is in seconds.
 
-    Raise ValueError for anything else, with a message that says what is allowed.
+    Raise ValueError if it isn't a valid duration, with a message that says what is allowed.
     """
     expected = "expected a duration such as 30s, 5m, 2h or 0"
     shown = _text(text)
@@ -51,9 +51,9 @@ def parse_duration_ms(text: str | int) -> int:
 
 
 def parse_fraction_milli(value: str | float) -> int:
-    """Return the fraction in milli-GPU, from 1 to 1000. It can be written as 0.25, "1/4", "0.25" or "250m".
+    """Parse a fraction and return it in milli-GPU, from 1 to 1000. It can be written as 0.25, "1/4", "0.25" or "250m".
 
-    Raise ValueError for anything else, with a message that says what is allowed.
+    Raise ValueError if it isn't a valid fraction, with a message that says what is allowed.
     """
     expected = 'expected more than 0 and at most 1, such as 0.25, "1/4" or "250m"'
     text = _text(value, float)
@@ -76,7 +76,7 @@ def _milli(text: str) -> Fraction | None:
 
 
 def _text(value: object, *also: type) -> str | None:
-    """Return a text or number as text, or None if the value is too long or of another type."""
+    """Return a string or number as a string, or None if the value is too long or of another type."""
     if isinstance(value, bool) or not isinstance(value, (str, int, *also)):
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:
@@ -86,21 +86,21 @@ def _text(value: object, *also: type) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """Return the value for an error message, shortened to fit on a line."""
+    """Format the value for an error message, shortened to fit on a line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         return f"of more than {_LARGEST}"
     return repr(value[:_LONGEST]) if isinstance(value, str) else repr(value)[:_LONGEST]
 
 
 def format_memory(mib: int) -> str:
-    """Return the size as text, such as `512 MiB` or `1.5 GiB`."""
+    """Format a size, as in `512 MiB` or `1.5 GiB`."""
     if mib < 1024:
         return f"{mib} MiB"
     return f"{mib / 1024:.1f}".removesuffix(".0") + " GiB"
 
 
 def format_duration(ms: int) -> str:
-    """Return the duration as text, such as `350 ms`, `4.2 s`, `3 min` or `1 h 20 min`."""
+    """Format a duration, as in `350 ms`, `4.2 s`, `3 min` or `1 h 20 min`."""
     if ms < 1000:
         return f"{ms} ms"
     if ms < 60_000:
@@ -111,7 +111,7 @@ def format_duration(ms: int) -> str:
 
 
 def format_rough(ms: int) -> str:
-    """Return the duration in coarse steps, because forecasts are inexact and a countdown should change rarely."""
+    """Format a duration in coarse steps, because forecasts are inexact and a countdown shouldn't change often."""
     seconds = max(0, ms) / 1000
     if seconds < 1:
         return f"{_UNDER} 1 s"
@@ -127,9 +127,9 @@ def format_rough(ms: int) -> str:
 
 
 def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *, more: bool = False) -> str:
-    """Return a forecast with its 80 % interval, such as `about 8 s (5 to 9)` or `about 40 s (10 s to 2 min)`.
+    """Format a forecast with its 80% interval, as in `about 8 s (5 to 9)` or `about 40 s (10 s to 2 min)`.
 
-    Set `more` for something in progress, to get `about 8 s more (5 to 9)`. All forecasts of durations are shown this way.
+    Set `more` if something is already in progress, to get `about 8 s more (5 to 9)`. All duration forecasts are shown this way.
     """
     about = format_rough(expected_ms)
     text = (about if about.startswith(_UNDER) else f"about {about}") + (" more" if more else "")
@@ -146,7 +146,7 @@ def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *
 
 
 def format_fraction(milli: int) -> str:
-    """Return `1` for a whole GPU, a fraction such as `1/4` or `1/16` if one matches, and otherwise a decimal such as `0.23`."""
+    """Return `1` for a whole GPU, a fraction such as `1/4` or `1/16` if one matches, and a decimal such as `0.23` otherwise."""
     for parts in _COMMON_PARTS:
         count = -(-milli * parts // 1000)
         if count * 1000 // parts == milli:
@@ -155,17 +155,17 @@ def format_fraction(milli: int) -> str:
 
 
 def host_capacity(budget_mib: int, device_mib: int, milli: int) -> str:
-    """Say how many suspended kernels fit into `budget_mib` of host memory if each has filled `milli` of a device."""
+    """Describe how many suspended kernels fit in `budget_mib` of host memory if each filled `milli` thousandths of a device."""
     share_mib = max(1, device_mib * milli // 1000)
     number = budget_mib // share_mib
     return f"room for {number} that filled {format_fraction(milli)} of a GPU, {format_memory(share_mib)} each"
 
 
 def format_gpus(milli: int) -> str:
-    """Return the number of GPUs as text, such as `1/4 GPU` or `1.5 GPUs`. A sum of fractions can exceed one GPU."""
+    """Format a number of GPUs, as in `1/4 GPU` or `1.5 GPUs`. A sum of fractions can exceed one GPU."""
     return f"{format_fraction(milli)} GPU" if milli <= 1000 else f"{milli / 1000:g} GPUs"
 
 
 def plural(count: int, noun: str) -> str:
-    """Return the count with the noun, such as `1 kernel` or `2 kernels`."""
+    """Return the count and the noun, as in `1 kernel` or `2 kernels`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

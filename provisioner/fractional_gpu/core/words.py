@@ -1,10 +1,10 @@
-"""Explains waits and slowdowns of cells to users.
+"""Explains to users why cells wait and what slows them down.
 
-A wait has a reason, which consists of a code, a sentence and the leases in the way. The reason is the first that applies: the state of the
-ticket's lease, the last pass over the queue, a pause after a failed resume, or the room on its devices. For each lease in the way, a clause
-of the sentence says what the lease does and until when. Kernels of the same user are named by their labels. Any other kernel is "another
-user's kernel", without the messages of its driver or process. Its owner is named only for processes that an ended kernel left behind,
-because the owner might not know about them.
+The reason for a wait consists of a code, a sentence and the leases in the way. It is taken from the first of these that applies: the state
+of the ticket's lease, the last pass over the queue, a pause after a failed resume, or the room on its devices. The sentence has a clause
+for each lease in the way, saying what that lease is doing and until when. The user's own kernels are named by their labels. Any other
+kernel is called "another user's kernel", and messages from its driver or process are left out. Its owner is named only if the kernel has
+ended and left processes behind, because the owner might not know about them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from fractional_gpu.core.suspend import preempts_from_ms, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 STRANGERS_HOLD = "processes without a lease use the rest"
-"""Says what is in the way if the reason code is `wait.stranger`. The broker replaces this with the names of the processes."""
+"""Says what is in the way when the reason code is `wait.stranger`. The broker replaces it with the names of the processes."""
 
 _MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
@@ -33,7 +33,7 @@ _DOING = {
 
 
 def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
-    """Return why the lease waits, according to the last pass over the queue."""
+    """Return why the lease is waiting, according to the last pass over the queue."""
     if not lease.waits_for_room:
         return _state_reason(lease)
     if ticket.wait is not None:
@@ -44,17 +44,14 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
 
 
 def wait_code(books: Books, lease: Lease, ticket: Ticket) -> str:
-    """Return the code of `wait_reason`. This is faster than `wait_reason`."""
+    """Return just the code from `wait_reason`, which is faster to compute."""
     if not lease.waits_for_room or ticket.wait is not None or lease.retries.resume_after_ms > books.now_ms:
         return wait_reason(books, lease, ticket).code
     return reason_code(books, lease, allowed_devices(books, lease), lease.ask_mib)
 
 
 def _state_reason(lease: Lease) -> Reason:
-    """Return why a ticket cannot be served even if there is room.
-
-    Its lease is in an operation or in quarantine, or has not started.
-    """
+    """Return why a ticket can't be served even if there is room: its lease is being swapped, is in quarantine or hasn't started."""
     if lease.state is LeaseState.QUARANTINED and lease.reason == FOUND_FAILED:
         return Reason("wait.failed", lease.sentence)
     code = {
@@ -66,7 +63,7 @@ def _state_reason(lease: Lease) -> Reason:
 
 
 def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Reason:
-    """Return why the lease finds no room, as the code of `reason_code`, a sentence and the leases in the way."""
+    """Return why there is no room for the lease: a code from `reason_code`, a sentence and the leases in the way."""
     reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
@@ -92,7 +89,7 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
 
 
 def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
-    """Return a code for why a ticket fits on no device, even if idle leases leave."""
+    """Return a code for the reason there is no room for the lease."""
     if not devices:
         return _no_device_code(books, lease)
     free = possible = strangers = working = 0
@@ -116,7 +113,7 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
 
 
 def stranger_devices(books: Books, lease: Lease) -> list[str]:
-    """Return the devices that could have room for the waiting lease if processes without a lease released their memory."""
+    """Return the devices that could have room for the waiting lease if processes without a lease freed their memory."""
     if lease.ticket is None:
         return []
     code, ask_mib = wait_code(books, lease, lease.ticket), lease.ask_mib
@@ -128,7 +125,7 @@ def stranger_devices(books: Books, lease: Lease) -> list[str]:
 
 
 def turns_end_ms(books: Books, lease: Lease) -> int | None:
-    """Return when enough busy leases can be preempted to make room for the lease, or None if waiting does not help."""
+    """Return when enough busy leases can be preempted to make room for the lease, or None if waiting won't help."""
     if not lease.waits_for_room:
         return None
     found = list[int]()
@@ -152,7 +149,7 @@ def _no_device_code(books: Books, lease: Lease) -> str:
 
 
 def _blockers(books: Books, holders: Sequence[Lease]) -> Sequence[Lease]:
-    """Return the leases that the ticket waits for. The longest busy lease comes first, and leases that cannot leave now come last."""
+    """Return the leases the ticket is waiting for: first busy leases, longest-running first, then others that cannot leave now."""
     busy = sorted((other for other in holders if other.busy), key=lambda one: (one.last_active_ms, one.number))
     return [*busy, *(other for other in holders if not other.busy and _does_not_leave(books, other))] or holders
 
@@ -165,7 +162,7 @@ def _does_not_leave(books: Books, lease: Lease) -> bool:
 
 
 def _describe_blockers(books: Books, lease: Lease, blockers: Sequence[Lease]) -> str:
-    """Return why the blockers do not make room for the lease now, with a clause for each of the first few."""
+    """Return why the blockers are not making room for the lease now, with a clause for each of the first few."""
     clauses: dict[str, int] = {}
     for other in blockers[:_MOST_DESCRIBED]:
         mine = other.spec.is_same_user(lease.spec)
@@ -213,7 +210,7 @@ def _doing(books: Books, lease: Lease, *, mine: bool) -> str:
 
 
 def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
-    """Return why an idle lease that can be suspended is not suspended now."""
+    """Return why an idle lease that can be suspended hasn't been suspended yet."""
     now_ms, willing_ms = books.now_ms, suspendable_from_ms(books.policy(lease), lease)
     if willing_ms is None or willing_ms <= now_ms:
         return "is idle"
@@ -232,9 +229,9 @@ def _about(ms: int) -> str:
 
 
 def _left_behind(lease: Lease, *, mine: bool) -> str:
-    """Say which processes outlived their kernel, who owned the kernel, and how to end the processes.
+    """Describe which processes outlived their kernel, who owned the kernel, and how to end the processes.
 
-    The message names the owner even to other users, because the ended kernel has no cell in which the owner would see it.
+    The message names the owner even to other users, because the ended kernel has no cell where its owner could see the message.
     """
     owner = lease.spec.owner
     whose = display_name(lease) if mine else f"a kernel of {owner}"
@@ -243,12 +240,12 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return what messages for `reader` call `other`: the notebook's name if both have the same user, or else "another user's kernel"."""
+    """Return what to call `other` in messages to `reader`: the notebook's name if both have the same user, else "another user's kernel"."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 
 def display_name(lease: Lease) -> str:
-    """Return the lease's name for its owner. It is the notebook's name without folders, or the first digits of the lease's id."""
+    """Return the lease's name as shown to its owner: the notebook's name without folders, or the first digits of the lease's id."""
     label = lease.spec.label
     if not label:
         return f"kernel {lease.lease_id[:8]}"
@@ -261,9 +258,9 @@ def display_name(lease: Lease) -> str:
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     """Describe how much neighbours slow down the lease's cell, and say who they are.
 
-    For a waiting lease, return how much neighbours would slow it down on the device where busy leases leave the most room, without the
-    leases that must leave. The estimate is based on the learnt demand of busy leases (`place`), and is corrected by how long cells took
-    with and without neighbours (`forecasts`).
+    For a waiting lease, describe how much neighbours would slow it down on the device where busy leases leave the most compute, not
+    counting leases that must leave first. The estimate is based on busy leases' learnt demand (`place`), and is corrected by how long cells
+    took with and without neighbours (`forecasts`).
     """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
@@ -284,7 +281,7 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
 
 
 def _staying(device: Device, lease: Lease) -> list[Lease]:
-    """Return the busy leases that fit on the device together with this lease, the smallest first."""
+    """Return the busy leases that fit on the device alongside this lease, smallest first."""
     left_mib = device.lease_capacity_mib - lease.size_mib
     staying = []
     for other in sorted(busy_others(device, lease), key=lambda one: (one.held_mib, one.number)):
@@ -297,7 +294,7 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
 def _described(
     books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], runs: str = "runs"
 ) -> Slowdown:
-    """Describe how much the neighbours on these devices slow down a cell with this demand."""
+    """Describe how much the neighbours on this device slow down a cell that has this compute demand."""
     device, others = where
     if not others:
         return Slowdown()

@@ -1,1 +1,1 @@
-"""Cluster engines: the node agent that reports the broker's capacity to Slurm and Kubernetes, and the seats of jobs and pods."""
+"""Cluster engines: the node agent that reports the broker's capacity to Slurm and Kubernetes, and the seats for jobs and pods."""

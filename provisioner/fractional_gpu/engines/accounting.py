@@ -1,6 +1,6 @@
-"""The usage of a job for its AdminComment in Slurm: the GPU hours, energy and cost of its kernels, as the broker measured them.
+"""Summarises a job's usage for its AdminComment in Slurm: its kernels' GPU hours, energy and cost, as measured by the broker.
 
-Slurm itself accepts comments only on running jobs. For jobs that have ended, the accounting database (slurmdbd) accepts them.
+Slurm itself only accepts comments on running jobs. Comments on jobs that have ended go to the accounting database (slurmdbd).
 """
 
 import time
@@ -34,7 +34,7 @@ def note_leases(client: SeatClient, figures: dict[Job, JobFigures], seats: Mappi
 
 
 def sentences_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job, str]:
-    """Return the comment for each job or pod. Ask the broker once for each user. Raises FractionalGPUError."""
+    """Return the comment for each job or pod. The broker is asked once per user. Raises FractionalGPUError."""
     sums: dict[Job, dict[str, Usage]] = {job: {} for job in jobs}
     for owner in sorted({one.owner for one in jobs.values()}):
         of = {lease: job for job, one in jobs.items() if one.owner == owner for lease in one.leases}

@@ -1,12 +1,12 @@
-"""The node agent, which asks the broker how much it could still grant, and writes this to the engine as counts and a summary.
+"""The node agent, which asks the broker how much more it could grant and reports this to the engine as counts and a summary.
 
-1. It asks the broker every second or two, and computes the wanted counts from the answer (`core.nodes`).
-2. It reads the node's record from time to time and before each write. It rewrites counts that differ, because `scontrol reconfigure`, a
-   restarted controller or an administrator may reset them.
-3. It limits its rate: it writes at most once per `floor_ms` and reads at most once per `look_ms`.
+1. It asks the broker every second or two, and computes the counts from the answer (`core.nodes`).
+2. It reads the node's record periodically and before each write. It rewrites counts that differ, because `scontrol reconfigure`, a
+   restarted controller or an administrator may have reset them.
+3. It limits its requests to one write per `floor_ms` and, apart from reads before writes, about one read per `look_ms`.
 
 If the broker does not answer, the last count is kept for `patience_ms` and then drops to the amount in use. If the controller does not
-answer, the agent retries at growing intervals. The agent neither starts nor ends jobs, and the counts stay when it exits.
+answer, the agent retries at increasing intervals. The agent never starts or ends jobs, and the counts stay in place when it exits.
 """
 
 import time
@@ -41,7 +41,7 @@ _WHOLE = 1000  # milli-GPU
 class AgentRules:
     """The agent's intervals, and the names of the resources (Slurm's GRES, Kubernetes' extended resources) that count milli-GPU.
 
-    `counts` maps each pool to its resource. `asked` maps a pool to the name by which jobs request this resource, if that differs.
+    `counts` maps each pool to its resource. `asked` maps a pool to the name that jobs use to request its resource, if different.
     """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
@@ -54,10 +54,10 @@ class AgentRules:
 
 
 class Agent:
-    """The agent of one node. `connect` returns a client for the broker, and `is_ours` returns whether a seat belongs to a job on this node.
+    """The agent for one node. `connect` returns a client for the broker, and `is_ours` returns whether a seat is for a job on this node.
 
-    `say` is called with a log line for each change. `after_look` is called with the client when the broker has answered, about three times
-    per `look_ms`. It does the engine's other work that needs the broker.
+    `say` is called with a log line for each change. `after_look` is called with the client and the seats when the broker has answered,
+    about three times per `look_ms`. It does any other work for the engine that needs the broker.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Agent:
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
-        """Return the least count to write: the pool's largest share, or 0 if the engine lets a request that exceeds the counts wait."""
+        """Return the least count to write: the pool's largest share, or 0 if the engine queues requests that exceed the counts."""
         if not self._rules.refuses_beyond:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE
@@ -215,7 +215,7 @@ class Agent:
         return True
 
     def _write(self, now: int) -> None:
-        """Read the record again, because the counts depend on the amount in use, and then write."""
+        """Write the counts and the summary. The record is read again first, because the counts depend on the amount in use."""
         if not self._look(now) or (record := self._record) is None:
             self._pacing.failed(now)
             return
@@ -239,7 +239,7 @@ class Agent:
         self._written, self._written_ms = self._next, now
 
     def _tell(self, about: str, what: str) -> None:
-        """Log a message unless it repeats the last one about this subject. "" means that the problem is over."""
+        """Log a message unless it repeats the last one about this subject. An empty message means the problem is over."""
         if self._said.get(about, "") == what:
             return
         if what:
@@ -254,7 +254,7 @@ def _shown(counts: Mapping[str, int]) -> str:
 
 
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
-    """Return the public summary of the pools in `counts`. Its figures are rounded, so that it does not change often.
+    """Return the public summary of the pools in `counts`. Its figures are rounded so that it doesn't change often.
 
     `counts` maps each pool to the name of the resource (Slurm's GRES, Kubernetes' extended resource) that its jobs request.
     """

@@ -8,7 +8,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 
 
 class EngineError(FractionalGPUError):
-    """The engine refused a request or gave an invalid answer. Retrying does not help until an administrator changes something."""
+    """The engine refused a request or gave an invalid answer. Retrying won't help until an administrator changes something."""
 
     code: ClassVar[str] = "engine"
     status: ClassVar[int] = 502
@@ -23,7 +23,7 @@ class EngineUnavailableError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node as the engine reports it. Counts are in the engine's unit, and their keys are the engine's names of the resources."""
+    """A node as reported by the engine. Counts are in the engine's unit, keyed by the engine's resource names."""
 
     counts: Mapping[str, int]  # how much the engine may allocate
     in_use: Mapping[str, int]  # how much the engine has allocated
@@ -34,17 +34,17 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWrite:
-    """The counts to write, by the engine's names of the resources, and the summary. Two equal writes have the same effect."""
+    """The counts to write, keyed by the engine's resource names, and the summary. Equal writes have the same effect."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     summary: str = ""
 
 
 class Engine(Protocol):
-    """An engine's interface to one node. Calls block for at most a few seconds. They raise EngineUnavailableError or EngineError."""
+    """An engine's interface to one node. Calls block for at most a few seconds. They may raise EngineUnavailableError or EngineError."""
 
     def read_node(self) -> NodeRecord:
         """Return the current record of the node."""
 
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
-        """Write the counts and the summary. `record` is the record that was read last."""
+        """Write the counts and the summary. `record` is the most recently read record."""

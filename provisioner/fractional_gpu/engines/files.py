@@ -1,4 +1,4 @@
-"""The files that a node needs for Slurm and systemd, and the changes to Slurm's own files. This module only creates text.
+"""Generates the files that a node needs for Slurm and systemd, and the changes to Slurm's own files. Nothing is written to disk.
 
 slurm.conf is the same on all nodes, and Slurm drains a node on which the configured Prolog or Epilog is missing. So slurm.conf names a
 wrapper that every node has. The wrapper calls the site's own script, and our script if the node has it. Our scripts run our command with a
@@ -17,7 +17,7 @@ from fractional_gpu.engines.slurm import CLOSED, OPEN, gres_words, parse_gres, t
 _PROMISE = 4
 
 SCRIPTS = {"Prolog": "prolog_slurmd", "Epilog": "epilog_slurmd", "TaskProlog": "prolog_task"}
-"""The scripts by their names in slurm.conf, with their names in SLURM_SCRIPT_CONTEXT."""
+"""Maps each script's name in slurm.conf to its name in SLURM_SCRIPT_CONTEXT."""
 
 KEYS = ("GresTypes", "TaskPlugin", "PrologFlags", "ProctrackType", "SelectType", *SCRIPTS)
 _HOOK_S = 9
@@ -98,9 +98,9 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFiles:
-    """Settings for the files. `command` runs `jupyter gpu`. `words` has the options that the agent, the Prolog and the Epilog share.
+    """Settings for the files. `command` runs `jupyter gpu`. `words` lists the options shared by the agent, the Prolog and the Epilog.
 
-    `slurm_bin` is the folder of Slurm's commands, if they are not on the usual path. If `partitions` is given, only jobs in these
+    `slurm_bin` is the folder containing Slurm's commands, if they are not on the usual path. If `partitions` is given, only jobs in these
     partitions may have shares.
     """
 
@@ -142,7 +142,7 @@ def install_files(files: NodeFiles) -> dict[str, str]:
 
 
 def wrapper_text(folder: Path, site: Mapping[str, str]) -> str:
-    """Return the text of the wrapper. `site` has the paths or patterns of the site's own scripts, by their keys in slurm.conf."""
+    """Return the text of the wrapper. `site` maps keys in slurm.conf to the paths or patterns of the site's own scripts."""
     cases = "".join(
         f"  {context}) site={shlex.quote(site.get(name, '').replace(',', ' '))} ours={name.lower()} ;;\n"
         for name, context in SCRIPTS.items()
@@ -168,8 +168,8 @@ def change_site(
     """Change a site's files so that the nodes on `node`'s line in slurm.conf offer shares. Raises EngineError.
 
     `names_of` expands a node expression. `devices` is the number of devices on each node, or None to use the number in slurm.conf.
-    `promise` is how many times each device may be allocated (the `oversubscription` of the pools). This limits how much the agent can open.
-    Until the agent opens more, and after each restart, Slurm allocates only as much as the devices have.
+    `promise` is how many times each device may be allocated (the pools' `oversubscription`). This limits how much the agent can open. Until
+    the agent opens more, and after each restart, Slurm allocates no more than the devices have.
     """
     conf, gres, cgroup = confs
     for name in SCRIPTS:
@@ -231,9 +231,9 @@ def _change_gres(
 
 
 def _writable(folder: Path) -> str:
-    """Return the lines of the unit that let the agent write to a folder.
+    """Return the unit's lines that allow the agent to write to a folder.
 
-    If the folder is below /run, systemd creates it, because a folder that the broker creates after the agent has started would be read-only
+    If the folder is below /run, systemd creates it, because a folder created by the broker after the agent has started would be read-only
     for the agent.
     """
     below = folder.relative_to(_RUN) if folder.is_relative_to(_RUN) else Path()

@@ -1,9 +1,9 @@
 """Slurm's Prolog and Epilog on a node. The Prolog registers a job's allocation as a seat, and the Epilog ends the seat. They run as root.
 
-Slurm drains a node whose Prolog or Epilog fails, so both succeed even if the broker, the controller or the disk fails. Errors appear in the
-log and in the job's output. Slurm waits about ten seconds for a Prolog (BatchStartTimeout). The Prolog waits for the controller for up to
-`CONTROLLER_S` and for the broker for up to `BROKER_S`. If they take longer, the agent registers the seat later. Neither the Prolog nor the
-Epilog starts a broker, because the broker would end with the job.
+Slurm drains a node whose Prolog or Epilog fails, so both exit successfully even if the broker, the controller or the disk fails. Errors
+appear in the log and in the job's output. Slurm waits about ten seconds for a Prolog (BatchStartTimeout). The Prolog waits for the
+controller for up to `CONTROLLER_S` and for the broker for up to `BROKER_S`. If they take longer, the agent registers the seat later.
+Neither the Prolog nor the Epilog starts a broker, because the broker would end with the job.
 """
 
 import re
@@ -29,11 +29,11 @@ _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookSettings:
-    """Settings that the Prolog, the Epilog and the agent share.
+    """Settings shared by the Prolog, the Epilog and the agent.
 
-    `pools` maps each GRES (generic resource of Slurm) to its pool. `shard_pool` is the pool for jobs with shards, or "" to ignore
-    shards. `has_groups` says whether Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory` says what to do if
-    the job's memory limit is too small for the data of its share.
+    `pools` maps each GRES (Slurm's generic resource) to its pool. `shard_pool` is the pool for jobs with shards, or "" to ignore them.
+    `has_groups` says whether Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory` says what to do if the job's
+    memory limit is too small for its share's data.
     """
 
     socket: str
@@ -72,7 +72,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
 
 
 def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """End the seat of a job that has ended, and remove its files. If the broker does not answer, the node agent ends the seat later."""
+    """End the seat of a job that has ended, and remove its files. If the broker doesn't answer, the node agent ends the seat later."""
     files = SeatFiles(settings.folder)
     try:
         number = job_number(environment.get("SLURM_JOB_ID", ""))

@@ -1,9 +1,9 @@
-"""The node agent's other work for Slurm jobs, in addition to the counts: missing seats, abandoned seats, and figures for accounting.
+"""The node agent's work for Slurm jobs besides the counts: missing seats, abandoned seats, and figures for accounting.
 
-If the Prolog could not register the seat of a job, the agent does so as soon as the broker answers. If Slurm reports that a job has ended
-but its Epilog did not run, the agent ends the seat. The agent writes the usage figures of a running job to its AdminComment, at most once
-per `comment_ms`, and the last figures to the accounting database. The database learns later that a job has ended, and it may be down, so
-the last figures may wait for up to `ended_ms`. The agent lists the node's jobs only if a seat is missing or some seats are old enough.
+If the Prolog could not register a job's seat, the agent does so as soon as the broker answers. If Slurm reports that a job has ended but
+its Epilog did not run, the agent ends the seat. The agent writes a running job's usage figures to its AdminComment, at most once per
+`comment_ms`, and the final figures to the accounting database. The database may be down, and doesn't know right away that a job has ended,
+so the final figures may wait for up to `ended_ms`. The agent lists the node's jobs only if a seat is missing or old enough to check.
 """
 
 import time
@@ -120,7 +120,7 @@ class JobKeeper:
                 self._last[job] = _LastFigures(text=text, due_ms=now, end_ms=now + self._rules.ended_ms)
 
     def _write_last_figures(self, now: int, seats: list[SeatStatus], comment_ms: int) -> None:
-        """Write the figures that are due to the accounting database. A failure is logged once and never raised."""
+        """Write ended jobs' final figures to the accounting database if they are due. A failure is logged once and never raised."""
         runs = {job_of(seat) for seat in seats}  # a job that was requeued may be running again
         self._last = {job: last for job, last in self._last.items() if job not in runs and now < last.end_ms}
         due = sorted((last.due_ms, job) for job, last in self._last.items() if now >= last.due_ms)

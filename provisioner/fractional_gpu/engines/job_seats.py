@@ -1,15 +1,15 @@
-"""The seat of a Slurm job on this node: the job's allocation, registered with the node's broker.
+"""A Slurm job's seat on this node: the job's allocation, registered with the node's broker.
 
-The folder of the seats (`/run/jupyter-gpu/seats`, owned by root, mode 0711) has these files for job N:
+The seat folder (`/run/jupyter-gpu/seats`, owned by root, mode 0711) contains these files for job N:
 
-- `job-N.json` contains the seat and its token. Only the job's user can read it (mode 0600). The job's kernels read it.
-- `job-N.env` contains lines `NAME=value` or `print TEXT` for the job's tasks. All users can read it. It names the file of the seat even
+- `job-N.json` contains the seat and its token, for the job's kernels. Only the job's user can read it (mode 0600).
+- `job-N.env` contains lines such as `NAME=value` or `print TEXT` for the job's tasks. All users can read it. It names the seat file even
   before that file exists.
-- `job-N.wanted` contains the request until the job ends. Only root can read it. The agent uses it to register a seat that the Prolog could
-  not register, or that the broker lost together with its ledger.
+- `job-N.wanted` contains the job's request until the job ends. Only root can read it. The agent uses it to register a seat that the Prolog
+  could not register, or that the broker lost along with its ledger.
 
-A share belongs to a whole job on one node. Each array task and each component of a heterogeneous job counts as a separate job. A job on
-several nodes has a seat on each of them.
+A share covers a whole job on one node. Each array task and each component of a heterogeneous job counts as a separate job. A job on several
+nodes has a seat on each of them.
 """
 
 import fcntl
@@ -45,10 +45,10 @@ _KINDS = ("wanted", "env", "json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeat:
-    """The entitlement of a job on this node. `devices` has the UUIDs of the devices that it may use; None means any device in the pool.
+    """A job's entitlement on this node. `devices` lists the UUIDs of the devices it may use; None means any device in the pool.
 
-    `memory_mib` is the job's memory limit on the node, or None. If `fits` is set, the share is reduced if its data does not fit into
-    that memory.
+    `memory_mib` is the job's memory limit on the node, or None. With `fits`, the share is reduced if its data would not fit into that
+    memory.
     """
 
     job_id: int
@@ -88,7 +88,7 @@ def job_of(seat: SeatStatus) -> int | None:
 def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the pool and the milli-GPU that a job requested, or None if it requested no share.
 
-    `pools` maps each GRES (generic resource of Slurm) to its pool. Raises EngineError if no seat can have the requested share.
+    `pools` maps each GRES (Slurm's generic resource) to its pool. Raises EngineError if a seat can't have what was requested.
     """
     asked = {key: milli for key, milli in job.gres.items() if key.partition(":")[0] in pools and milli > 0}
     if not asked:
@@ -114,7 +114,7 @@ def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | N
 
 
 def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> int | None:
-    """Return the shards of a job in milli-GPU, or None if it has none.
+    """Return how many milli-GPU a job's shards amount to, or None if it has no shards.
 
     `node_gres` says how many shards a GPU has. `indexes` are the indexes of the GPUs that Slurm chose. Raises EngineError.
     """
@@ -139,7 +139,7 @@ class SeatFiles:
         self.folder = folder
 
     def prepare(self) -> None:
-        """Create the folder. Raises OSError, or EngineError if another user might have created it."""
+        """Create the seat folder. Raises OSError, or EngineError if another user might have created it."""
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.geteuid():
@@ -154,11 +154,11 @@ class SeatFiles:
         return self.folder / f"job-{job_id}.{kind}"
 
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
-        """Take the job's seat and write its file. Return the seat and warnings.
+        """Take a seat for the job, and write the seat file. Return what was registered and any warnings.
 
-        The data of an idle kernel must fit into the job's memory, or the kernel could not leave the GPU. The job has no control group yet,
-        so its request to Slurm tells how much memory it has. Raises BadRequestError if that is too little, NoRoomError if the broker
-        refuses, other subclasses of FractionalGPUError, and OSError.
+        An idle kernel's data must fit into the job's memory, because the kernel could not leave the GPU otherwise. The job has no control
+        group yet, so the amount of memory comes from its request to Slurm. Raises BadRequestError if there is too little, NoRoomError if
+        the broker refuses, other subclasses of FractionalGPUError, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:
@@ -228,7 +228,7 @@ class SeatFiles:
 
     @contextmanager
     def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
-        """Write the job's request, and prevent other processes from registering it during the block. Raises OSError."""
+        """Write the job's request, and keep other processes from registering it until the block ends. Raises OSError."""
 
         def lock(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -242,7 +242,7 @@ class SeatFiles:
 
     @contextmanager
     def claimed(self, job_id: int) -> Iterator[bool]:
-        """Yield whether this process may register the job's request during the block. If so, no other process may."""
+        """Yield whether this process may register the job's request. If so, no other process may until the block ends."""
         with ExitStack() as stack:
             try:
                 descriptor = open_own(self._path(job_id, "wanted"), os.O_RDONLY)

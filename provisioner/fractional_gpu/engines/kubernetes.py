@@ -1,9 +1,9 @@
-"""The Kubernetes API through `kubernetes_asyncio`: requests and errors for agents and hubs, and the engine for one node.
+"""Talks to the Kubernetes API through `kubernetes_asyncio`: requests and errors for agents and hubs, and the engine for one node.
 
-Only the fields in `protocol.pods` are parsed and checked, because the client's own models take milliseconds for each pod. The agent patches
-only the *status* of the node (extended resources and an annotation), so it can neither taint nor cordon the node. It lists the pods once
-and then watches them from the version of the list. If that version expires (410), it lists the pods again. After a failure it retries with
-pauses that double up to one minute, and keeps the known pods in the meantime.
+Only the fields in `engines.pods` are parsed and checked, because the client's own models take milliseconds per pod. The agent patches only
+the *status* of the node (extended resources and an annotation), so it can neither taint nor cordon the node. It lists the pods once, then
+watches for changes made since then. If the server no longer has those changes (410), it lists the pods again. After a failure it retries
+with pauses that double up to one minute, and keeps the known pods in the meantime.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ RIGHTS: Final = [
     ("watch", "pods"),
     ("patch", "pods/status"),
 ]
-"""The API requests of an agent. The manifests grant these rights and no others."""
+"""The API requests an agent makes. The manifests grant these rights and no others."""
 
 
 class _PageMetadata(Struct, rename="camel"):
@@ -135,7 +135,7 @@ def _use(verb: str, resource: str) -> tuple[str, str]:
 
 
 class KubernetesEngine:
-    """The `engine.Engine` for one node. It also lists the node's pods, and is a context manager. `say` is called with log lines.
+    """The `engine.Engine` for one node. Use it as a context manager. It also lists the node's pods. `say` is called with log lines.
 
     Counts are in milli-GPU, by extended resource. A count is -1 if the node does not have the resource yet. The client runs on an event
     loop in a separate thread. Methods block for at most a few seconds.
@@ -153,7 +153,7 @@ class KubernetesEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="Kubernetes API", daemon=True)
         self.changed = threading.Event()
-        """This is set when a pod of the node has changed. The reader clears it."""
+        """Set when one of the node's pods has changed. The reader clears it."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -265,7 +265,7 @@ class KubernetesEngine:
         self._run(ask(self._api.patch_node_status(self._node, body, **_RAW), Node, *_use("patch", "nodes/status")))
 
     def annotate_pod(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """Set annotations on a pod, unless it is gone. Blocks. Raises EngineError."""
+        """Set annotations on a pod, if it still exists. This call blocks. Raises EngineError."""
         about = pod.metadata
         body = {"metadata": {"uid": about.uid, "annotations": dict(annotations)}}
         patch = self._api.patch_namespaced_pod_status(about.name, about.namespace, body, **_RAW)

@@ -1,8 +1,8 @@
-"""The seats of the pods on this node: each pod's share of a GPU, registered with the node's broker.
+"""Manages the seats of the pods on this node. A seat is a pod's share of a GPU, registered with the node's broker.
 
-The pod's extended resource defines its share, because the scheduler has counted this resource. Annotations are checked against it. A seat
-belongs to the UID of a pod. The pod's kernels need no token, because the broker identifies their pod by the control group. A seat ends with
-its pod, but only after the pods have been listed. Any user of the cluster can create pods, so the owner that a pod states is trusted only
+A pod's extended resource defines its share, because this is what the scheduler has counted. Annotations are checked against it. A seat is
+tied to a pod's UID. The pod's kernels need no token, because the broker identifies their pod by its control group. A seat is ended once its
+pod is gone, but only after the node's pods have been listed. Any cluster user can create pods, so the owner named by a pod is trusted only
 in a hub's namespaces. In other namespaces the owner is `NAMESPACE/POD`. Pools can set terms for the groups `kubernetes` and
 `kubernetes:NAMESPACE`.
 """
@@ -84,8 +84,8 @@ def _share(pod: Pod) -> tuple[str, int]:
 class PodSeats:
     """Keeps the broker's seats in step with the pods on this node, and annotates each pod with its seat and usage.
 
-    `say` is called with a log line for each change. Pods in `hub_namespaces` may state their owner. `annotate(pod, annotations)` raises
-    EngineError; if it is not permitted, it is tried and logged only once.
+    `say` is called with a log line for each change. Pods in `hub_namespaces` may name their owner. `annotate(pod, annotations)` may raise
+    EngineError. If permission is missing, this is logged once and annotating stops.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PodSeats:
         self._figures: dict[str, JobFigures] = {}
 
     def keep(self, found: Iterable[Pod] | None) -> None:
-        """Take and end seats so that each pod that requests a share has one seat. `found` has the pods, or is None while they are unknown.
+        """Take and end seats so that every pod requesting a share has one seat. `found` lists the pods, or is None while they are unknown.
 
         Raises FractionalGPUError if the broker does not answer.
         """

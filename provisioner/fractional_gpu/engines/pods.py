@@ -1,7 +1,7 @@
-"""The fields of Kubernetes pods and nodes that we read, and our resources and annotations, whose prefix is `fractional-gpu.jupyter.org`.
+"""Defines the fields we read from Kubernetes pods and nodes, and our own resources and annotations (`fractional-gpu.jupyter.org/...`).
 
-The extended resource defines the share: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU in that pool. Annotations are only
-informative. `.../pool` and `.../fraction` must agree with the resource, and `.../owner` and `.../server` are trusted only in a hub's
+The extended resource defines the share: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU in that pool. Annotations can't
+change that: `.../pool` and `.../fraction` must agree with the resource. `.../owner` and `.../server` are trusted only in a hub's
 namespaces. If permitted, the agent writes `.../seat` and `.../usage` on pods and `.../summary` on nodes (`protocol.nodes`).
 """
 
@@ -40,7 +40,7 @@ def pool_of(resource: str) -> str | None:
 
 
 def whole_quantity(text: object) -> int:
-    """Parse the whole quantity of an extended resource, which the API server may abbreviate, as in `2k` for 2000. Raises ValueError."""
+    """Parse an extended resource's quantity, a whole number that the API server may abbreviate, as in `2k`. Raises ValueError."""
     if type(text) is int:
         return text
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
@@ -133,7 +133,8 @@ class Node(Struct):
 def shares_of(spec: PodSpec) -> dict[str, int]:
     """Return the milli-GPU that a pod's spec requests from each pool, as the scheduler counts them. Raises ValueError.
 
-    The result is the most that can run at once: all containers and sidecars (init containers that keep running), or an init container.
+    This is the most needed at any one time, either by all containers and sidecars (init containers that keep running) together, or by an
+    init container and the sidecars started before it.
     """
     together, before = Counter[str](), Counter[str]()
     for container in spec.init_containers or ():

@@ -1,7 +1,7 @@
-"""A site's Slurm configuration (slurm.conf with its includes, gres.conf and cgroup.conf), and changes to it as a diff.
+"""Reads a site's Slurm configuration (slurm.conf with its includes, gres.conf and cgroup.conf), and shows changes to it as a diff.
 
-If a key occurs twice, Slurm silently uses the last line. So an existing key is changed in its line and never added again. This module
-writes no files: `patch` applies the diff, and `patch -R` restores the same bytes.
+If a key occurs twice, Slurm silently uses the last line, so an existing key is edited in place and never added again. This module writes no
+files: `patch` applies the diff, and `patch -R` restores the original bytes.
 """
 
 import difflib
@@ -17,7 +17,7 @@ _MARK = "# for shares of GPUs (jupyter-fractional-gpu)\n"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    r"""A line of a file, with its continuations after `\\`. `begin` is its offset. In `text`, comments are replaced by blanks."""
+    r"""A line of a file, with its continuation lines (after `\\`). `begin` is its offset. In `text`, comments are replaced by blanks."""
 
     file: Path
     begin: int
@@ -31,7 +31,7 @@ class Setting:
 
 
 class ConfigFile:
-    """A file and the files that it includes. A missing file counts as empty. Raises OSError if a file is not readable."""
+    """A file and the files it includes. A missing file is treated as empty. Raises OSError if a file is not readable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class ConfigFile:
             begin = end
 
     def of_key(self, key: str) -> list[Setting]:
-        """Return all lines with this key: settings for the whole cluster, of which the last applies, or records such as NodeName."""
+        """Return all lines with this key: settings for the whole cluster, the last of which applies, or records such as NodeName."""
         of_records = bool(_RECORD.match(f"{key}="))
         return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
 

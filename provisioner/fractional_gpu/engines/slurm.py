@@ -2,13 +2,13 @@
 
 - Users choose job names, comments and paths, which may contain line breaks, and `scontrol show job` prints them before the fields that we
   need. So we read jobs through `squeue`, with named columns that contain no text from users. No command goes through a shell.
-- The milli-GPU of a pool are one count-only GRES with two types, as in `jgpu:open:N,jgpu:closed:M`. Jobs request the open type, and the
-  agent moves milli-GPU between the two types. Their sum must stay the same as in gres.conf. A node registers again about every half hour,
-  and slurmctld drains it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
+- A pool's milli-GPU are represented by one count-only GRES with two types, as in `jgpu:open:N,jgpu:closed:M`. Jobs request the open type,
+  and the agent moves milli-GPU between the two types. Their sum must stay the same as in gres.conf. A node registers again about every half
+  hour, and slurmctld drains it if jobs use a GRES whose total has changed ("count changed and jobs are using them").
 - Array tasks and components of a heterogeneous job are named as users see them (`12_3` or `12+1`). The last task has the same number as the
-  array, and the first component has the same number as the whole job. Updating that number would change all of them.
-- In a federation, `squeue` may show jobs of other clusters, which are REVOKED and have no resources. `--local` queries only this cluster.
-- Every call ends within `timeout_s`, because the commands themselves would wait for a daemon that is down.
+  array, and the first component has the same number as the whole job. An update that used such a number would change all of them.
+- In a federation, `squeue` may show jobs from other clusters, which are REVOKED and have no resources. `--local` queries only this cluster.
+- Every call has a time limit (`timeout_s`), because the commands themselves would wait for a daemon that is down.
 """
 
 import os
@@ -22,7 +22,7 @@ from pathlib import Path
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 
 OPEN, CLOSED, SHARD = "open", "closed", "shard"
-"""The GRES type that jobs request, the type for milli-GPU that no job may have, and Slurm's own GRES for parts of a GPU."""
+"""The GRES type that jobs request, the type for milli-GPU that are closed to jobs, and Slurm's own GRES for parts of a GPU."""
 
 _CONF = "/etc/slurm/slurm.conf"
 TIMEOUT_S = 10.0
@@ -74,8 +74,8 @@ ENDED = (
 class SlurmJob:
     """A job on a node. `gres` says how much of each GRES the job has on each of its nodes.
 
-    `name` is the number of the job as users see it, such as `12_3` for a task of array 12. `memory_mib` is its memory on each node, or None
-    if unknown.
+    `name` is the job's number as users see it, such as `12_3` for a task of array 12. `memory_mib` is its memory on each node, or None if
+    unknown.
     """
 
     job_id: int
@@ -99,7 +99,7 @@ def job_number(text: str) -> int:
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """Parse a string such as `jgpu:open:250,gpu:2(IDX:0-1)`, and return the counts by `NAME:TYPE` or `NAME`. A missing number means 1.
+    """Parse a string such as `jgpu:open:250,gpu:2(IDX:0-1)`, and return the counts by `NAME:TYPE` or `NAME`. A missing count means 1.
 
     Raises EngineError if the string is malformed.
     """
@@ -124,10 +124,10 @@ def gres_words(text: str) -> list[str]:
 
 
 class Slurm:
-    """Slurm's commands on a node. `node` is its name in Slurm. Raises EngineError if that is malformed.
+    """Slurm's commands on a node. `node` is the node's name in Slurm. Raises EngineError if the name is malformed.
 
-    Every method raises EngineUnavailableError if the commands are missing or the controller (or slurmdbd, for ended jobs) does not answer,
-    and EngineError if it refuses the request.
+    Methods raise EngineUnavailableError if the commands are missing or the controller (or slurmdbd, for ended jobs) does not answer, and
+    EngineError if the request is refused.
     """
 
     def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -137,7 +137,7 @@ class Slurm:
         self._timeout_s = timeout_s
 
     def read_node(self) -> NodeRecord:
-        """Return the node's counts of each GRES that has open and closed types, how much jobs have of each, and the summary in `Extra`."""
+        """Return the node's count of each GRES with open and closed types, how much of each is in use, and the summary in `Extra`."""
         record = self.fields()
         there, used = parse_gres(record.get("Gres", "")), parse_gres(record.get("GresUsed", ""))
         names = sorted(name[: -len(OPEN) - 1] for name in there if name.endswith(f":{OPEN}"))
@@ -209,9 +209,9 @@ class Slurm:
         return True
 
     def comment_in_accounting(self, job_id: int, text: str) -> bool:
-        """Set the AdminComment of a job that has ended in the accounting database, unless another program has set it.
+        """Set an ended job's AdminComment in the accounting database, unless another program has set it.
 
-        Return False if the database does not know yet that the job has ended, because slurmctld's report would then replace the comment.
+        Return False if the database doesn't know yet that the job has ended, because slurmctld's report would later overwrite the comment.
         """
         rows = [line.split(_SEPARATOR, 3) for line in self._accounted(job_id).splitlines()]
         # Here, too, the number of an array or of a heterogeneous job selects all its parts.
@@ -229,7 +229,7 @@ class Slurm:
         return self.call("sacct", "--local", "-X", "-n", "-P", f"--jobs={job_id}", f"--format={_ACCOUNTED}")
 
     def ask_accounting(self) -> None:
-        """Check that the accounting database answers, or raise an error."""
+        """Raise an error if the accounting database doesn't answer."""
         self._accounted(1)
 
     def config(self) -> dict[str, str]:
@@ -241,7 +241,7 @@ class Slurm:
         return found
 
     def conf(self) -> Path:
-        """Return the path of slurm.conf, which comes from SLURM_CONF, from the usual location or from the controller."""
+        """Return the path of slurm.conf: the one in SLURM_CONF or the usual one, or if that doesn't exist, the controller's."""
         path = Path(os.environ.get("SLURM_CONF") or _CONF)
         if not path.exists():
             with suppress(EngineError):
@@ -328,7 +328,7 @@ def _memory_mib(allocated: str, nodes: str) -> int | None:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment without the variables that change the output of Slurm's commands."""
+    """Return a minimal environment for Slurm's commands, because other variables can change their output."""
     path = os.environ.get("PATH", os.defpath)
     environment = {"PATH": f"{path}:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C"}
     if conf := os.environ.get("SLURM_CONF"):

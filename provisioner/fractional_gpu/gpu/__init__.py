@@ -1,1 +1,1 @@
-"""The boundary to devices: the interface, its implementations for NVIDIA and simulated devices, and the checkpoint worker."""
+"""Access to devices: the interface, its implementations for NVIDIA and simulated devices, and the checkpoint worker."""

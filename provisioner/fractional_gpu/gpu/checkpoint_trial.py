@@ -1,8 +1,8 @@
-"""Tries a checkpoint and a restore on our own child process, because only a real CUDA process shows what the driver permits here.
+"""Tries a checkpoint and a restore on a child process of our own, because only a real CUDA process shows what the driver permits here.
 
-The doctor and a starting broker use this. It touches no other process, limits the time of each step, and kills the child
-(`probe_process`) at the end. The result includes the memory that the monitor reports for the child. If devices do not report memory under
-the pids that the broker sees, the broker cannot know how much host memory a suspend needs.
+The doctor runs this, and so does the broker when it starts. It touches no other process, sets a time limit for each step, and kills the
+child (`probe_process`) at the end. The result includes the memory that the monitor reports for the child. If devices do not report memory
+under the pids the broker sees, the broker cannot know how much host memory a suspend needs.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _NO_RIGHTS: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class LimitTrial:
-    """Whether limits are enforced. `why_not` says why not, or is "". `is_told` is set if a process sees its limit as the device's size."""
+    """Whether a memory limit is enforced. If not, `why_not` says why. `is_told` is set if a process sees its limit as the device's size."""
 
     why_not: str = ""
     is_told: bool = False
@@ -39,7 +39,7 @@ class LimitTrial:
 
 @dataclass(slots=True)
 class TrialResult:
-    """The result of a trial. `wrong` is a sentence that describes the failure, or "" after a success."""
+    """The result of a trial. `wrong` is a sentence that describes the failure, or "" on success."""
 
     phases_us: dict[str, int] = field(default_factory=dict)
     before_mib: int | None = None  # the process's memory before the checkpoint; None if the device did not report it
@@ -55,8 +55,8 @@ async def try_checkpoint(
 ) -> TrialResult:
     """Try a checkpoint. This takes seconds, or minutes if the driver hangs. Cancellation kills the probe process.
 
-    While the probe process lives, its pid is in `exempt_pids`, so that the broker does not require it to have a lease. A driver failure, a
-    full device, a missing permission or a lack of host memory is returned, not raised.
+    While the probe process is running, its pid is in `exempt_pids`, so that the broker does not require it to have a lease. A driver
+    failure, a full device, a missing permission or a lack of host memory is reported in the result, not raised.
     """
     result = TrialResult()
     try:

@@ -1,13 +1,13 @@
 """The environment in which the checkpoint worker and the probe process start the CUDA driver.
 
-From a kernel, a job or a container, a broker can inherit variables that change how the driver behaves. The worker gets none of these:
+A broker started from a kernel, job or container can inherit variables that change how the driver behaves. The worker gets none of these:
 
-- `CUDA_*`, which select devices, MPS, injected libraries and HAMi-core's limits;
-- `NVTX_INJECTION*`, `NSYS_*` and `CUPTI_*`, which load profilers, under which the driver does not checkpoint;
+- `CUDA_*`, which control device selection, MPS, injected libraries and HAMi-core's limits;
+- `NVTX_INJECTION*`, `NSYS_*` and `CUPTI_*`, which load profilers that prevent the driver from checkpointing;
 - `LD_PRELOAD` and `LD_AUDIT`, which preload libraries.
 
 A process also becomes an MPS client if an MPS control daemon serves the default folder. If the driver cannot connect to a daemon, it works
-without MPS. So `CUDA_MPS_PIPE_DIRECTORY` is set to a folder that cannot exist, because no folder can be created in /proc.
+without MPS, so `CUDA_MPS_PIPE_DIRECTORY` is set to a folder in /proc, where no folder can be created.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -15,7 +15,7 @@ from typing import Final
 
 PRELOAD: Final = "LD_PRELOAD"
 PRELOADED_FOR_US: Final = "JUPYTER_GPU_PRELOAD"
-"""This variable names the library that the broker preloads into kernels for a pool's sharing mode. Our own processes must not load it."""
+"""The variable that names the library the broker preloads into kernels for a pool's sharing mode. Our own processes must not load it."""
 
 _PREFIXES: Final = ("CUDA_", "CUPTI_", "NSYS_", "NVTX_INJECTION")
 _NAMES: Final = frozenset({PRELOAD, "LD_AUDIT"})
@@ -28,7 +28,7 @@ def cleaned(environment: Mapping[str, str], *, keep: Mapping[str, str] | None = 
 
 
 def clean(environment: MutableMapping[str, str], *, keep: tuple[str, ...] = ()) -> None:
-    """Clean this process's environment before the driver starts. This cannot remove libraries that are already preloaded; see `cleaned`."""
+    """Clean this process's environment before the driver starts. Libraries that are already preloaded stay loaded; see `cleaned`."""
     for name in [name for name in environment if _affects_driver(name) and name not in keep]:
         del environment[name]
     environment.update(NO_MPS)

@@ -1,7 +1,7 @@
-"""The operations that the broker needs from any kind of GPU.
+"""Defines the operations the broker needs from any kind of GPU.
 
 The interface has two halves. The broker reads devices through a `Monitor`. Only the checkpoint worker uses a `Checkpointer`, which controls
-the CUDA state of other processes. The NVIDIA and the simulated implementations behave alike and raise the same error codes.
+other processes' CUDA state. The NVIDIA and simulated implementations behave the same and use the same error codes.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class GPUErrorCode(StrEnum):
-    """The driver errors that callers handle. The comments give CUDA's error numbers."""
+    """Device errors that callers handle. The numbers in the comments are CUDA error codes."""
 
     OUT_OF_MEMORY = "out-of-memory"  # 2
     NOT_INITIALIZED = "not-initialized"  # 3: not a CUDA process
@@ -41,7 +41,7 @@ class GPUError(Exception):
 
 
 class ProcessState(StrEnum):
-    """The checkpoint state of a process: one of CUDA's states, or one that we added."""
+    """A process's checkpoint state: one of CUDA's states or one we added."""
 
     NO_CONTEXT = "no-context"  # not a CUDA process, or not yet
     RUNNING = "running"  # 0
@@ -70,7 +70,7 @@ class DeviceInfo:
 
 
 class ProcessKind(StrEnum):
-    """The kind of work that a process does on a device."""
+    """The kind of work a process does on a device."""
 
     COMPUTE = "compute"
     MPS = "mps"  # computes through the MPS server
@@ -79,7 +79,7 @@ class ProcessKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUse:
-    """The device memory of one process, in MiB. This includes its CUDA context."""
+    """One process's device memory in MiB, including its CUDA context."""
 
     pid: int
     used_mib: int
@@ -88,7 +88,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """The current memory use of a device, in MiB. `memory_mib` is the total that processes can use."""
+    """A device's current memory usage, in MiB. `memory_mib` is the total that processes can use."""
 
     device_id: str
     memory_mib: int
@@ -98,7 +98,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """The processes that worked on a device. Times are in microseconds since boot, so setting the wall clock does not change them."""
+    """When processes last worked on a device. Times are in microseconds since boot, so changes to the wall clock don't affect them."""
 
     known_until_us: int  # the end of the period that the device has reported
     settle_us: int  # a device may report work as running for this long after the work has ended
@@ -107,7 +107,7 @@ class DeviceActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUtilisation:
-    """The mean utilisation of a device, in thousandths. Times are in microseconds since boot."""
+    """A device's mean utilisation, in thousandths. Times are in microseconds since boot."""
 
     since_us: int  # the reported period; the next one begins at `until_us`
     until_us: int
@@ -118,7 +118,7 @@ class DeviceUtilisation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSensors:
-    """Other readings of a device. A reading is None if the device does not report it. Power and energy cover the whole device."""
+    """A device's sensor readings. A reading is None if the device does not report it. Power and energy are for the whole device."""
 
     busy_percent: int | None = None  # in the last second or less
     temperature_c: int | None = None
@@ -128,18 +128,18 @@ class DeviceSensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """A control group's memory limit on a device and its current use, in MiB. The use includes CUDA contexts."""
+    """A control group's memory limit and current usage on a device, in MiB. Usage includes CUDA contexts."""
 
     hard_mib: int
     used_mib: int
 
 
 class Monitor(Protocol):
-    """Reads devices. Methods block for at most milliseconds on healthy hardware, and the broker calls them outside its event loop."""
+    """Read access to devices. On healthy hardware, methods block for milliseconds at most. The broker calls them outside its event loop."""
 
     @property
     def kind(self) -> str:
-        """The kind of device: `simulated`, `nvidia`, or a kind from another package. Reports say if a device is `simulated`."""
+        """The kind of device: `simulated`, `nvidia`, or one added by another package. Reports flag `simulated` devices."""
 
     def devices(self) -> list[DeviceInfo]:
         """Return all devices; the list can be empty. Raises GPUError."""
@@ -148,26 +148,26 @@ class Monitor(Protocol):
         """Return how much memory is in use, and by which processes. Raises GPUError (NO_SUCH_DEVICE or DEVICE_LOST)."""
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
-        """Return which processes worked on the device since `since_us`, or None if the device does not report it. Raises GPUError."""
+        """Return which processes worked on the device since `since_us`, or None if the device does not report this. Raises GPUError."""
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
-        """Return how much of the device each process used since `since_us`, or None if the device does not report it. Raises GPUError.
+        """Return how much of the device each process used since `since_us`, or None if the device does not report this. Raises GPUError.
 
-        To read consecutive periods, pass `until_us` of the previous result.
+        To read consecutive periods, pass the previous result's `until_us`.
         """
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return the utilisation, temperature, power and energy that the device reports. Raises GPUError."""
+        """Return the utilisation, temperature, power and energy reported by the device. Raises GPUError."""
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
-        """Return the environment variables with which a kernel sees this device. Pass None for a kernel that gets its device later."""
+        """Return the environment variables that let a kernel see this device. Pass None for a kernel that will get its device later."""
 
     def close(self) -> None:
         """Close the connection to the devices."""
 
 
 class MemoryLimits(Protocol):
-    """Memory limits on control groups, enforced by the driver. `group` is the group's path on the host, from the root of the hierarchy."""
+    """Driver-enforced memory limits on control groups. `group` is the group's path on the host, from the root of the hierarchy."""
 
     def set(self, device_id: str, group: str, mib: int | None) -> None:
         """Set the group's limit on the device, or remove it if `mib` is None. Raises GPUError."""
@@ -177,15 +177,15 @@ class MemoryLimits(Protocol):
 
 
 class Checkpointer(Protocol):
-    """Controls the CUDA state of other processes. Every call blocks. Only the checkpoint worker makes these calls, one at a time."""
+    """Control over other processes' CUDA state. Every call blocks. Only the checkpoint worker makes these calls, one at a time."""
 
     def state(self, pid: int) -> ProcessState:
-        """Return the process's checkpoint state, as the driver reports it. Raises GPUError."""
+        """Return the process's checkpoint state as reported by the driver. Raises GPUError."""
 
     def lock(self, pid: int, timeout_ms: int) -> None:
         """Change the state from RUNNING to LOCKED.
 
-        Raises GPUError. If the process's work does not finish in time, the code is NOT_READY and the process is still RUNNING.
+        Raises GPUError. If the process does not finish its work in time, the code is NOT_READY and the process stays RUNNING.
         """
 
     def checkpoint(self, pid: int) -> None:

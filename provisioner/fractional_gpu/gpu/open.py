@@ -1,7 +1,7 @@
-"""Opens devices by the name of their backend: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` for a kind from another package.
+"""Opens devices by backend name: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` for a kind added by another package.
 
-Another package adds a kind of device with an entry point in the group `fractional_gpu.devices`. The entry point has the name of the kind,
-and its target is a `DeviceKind`. Only the named backend is imported.
+Another package can add a kind of device with an entry point in the group `fractional_gpu.devices`. The entry point is named after the kind,
+and its target is a `DeviceKind`. Only the requested backend is imported.
 """
 
 from typing import Final, Protocol
@@ -18,19 +18,19 @@ class DeviceKind(Protocol):
     """The target of a package's entry point: a module, class or object with these two functions."""
 
     def open_monitor(self) -> Monitor:
-        """Open the devices for reading, in the broker. Raises GPUError."""
+        """Open the devices for reading. Called in the broker. Raises GPUError."""
 
     def open_checkpointer(self) -> Checkpointer:
-        """Open the devices for saving and restoring, in the checkpoint worker only. Raises GPUError."""
+        """Open the devices for saving and restoring. Called only in the checkpoint worker. Raises GPUError."""
 
 
 def backend_name(device_kind: str) -> str:
-    """Return the name of the backend for the setting `device_kind`. "" and `nvidia` mean NVIDIA devices."""
+    """Return the backend name for the setting `device_kind`. Both "" and `nvidia` mean NVIDIA devices."""
     return NVIDIA if device_kind in ("", NVIDIA) else f"{_KIND}{device_kind}"
 
 
 def open_monitor(backend: str) -> Monitor:
-    """Open the devices for reading. Raises GPUError. The code is NOT_SUPPORTED if no backend has this name."""
+    """Open the devices for reading. Raises GPUError, with code NOT_SUPPORTED if no backend has this name."""
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor  # noqa: PLC0415 (see above)
 

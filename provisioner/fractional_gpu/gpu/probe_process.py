@@ -1,16 +1,16 @@
-"""A child process with a little device memory, for trying checkpoints and memory limits (see `checkpoint_trial`, `limit_trial`).
+"""Runs as a child process with a little device memory, to try out checkpoints and memory limits (see `checkpoint_trial`, `limit_trial`).
 
 python -P -m fractional_gpu.gpu.probe_process nvidia|simulated [GROUP]
 
-If GROUP (the folder of a control group) is given, the process first joins that group. It then allocates and fills device memory, and
-prints `ready`, or one line that begins with `failed`. It answers each line on standard input:
+If GROUP (a control group's folder) is given, the process first joins that group. It then allocates and fills device memory and prints
+`ready`, or a line that starts with `failed`. It responds to each line on standard input:
 
-- `grow`: it allocates the same amount again, and prints `grown` or `full`;
-- `size`: it prints the device memory that it sees, in MiB;
-- any other line: it reads its memory back and prints `intact` or `changed`.
+- `grow`: allocates the same amount again and prints `grown` or `full`;
+- `size`: prints the size of the device memory it sees, in MiB;
+- any other line: reads its memory back and prints `intact` or `changed`.
 
-It exits at the end of the input. Between two lines it makes no CUDA calls, so a lock does not block it. It drops environment variables that
-change the driver, because the trial should depend on the machine and not on the broker's environment.
+It exits at the end of the input. It makes no CUDA calls between lines, so a lock does not block it. It drops environment variables that
+affect the driver, because the trial's result should depend on the machine, not on the broker's environment.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 0 at the end of the input, 1 if it cannot allocate device memory, and 2 for invalid arguments."""
+    """Run the probe and return its exit status: 0 at the end of input, 1 if it can't allocate device memory, 2 for invalid arguments."""
     known = {"nvidia": hold_nvidia, "simulated": hold_simulated}
     opened = known.get(arguments[0]) if len(arguments) in (1, 2) else None
     if opened is None:
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """The device memory of the probe process. `grow` allocates more and returns whether it could. `size` returns the device's bytes."""
+    """The probe process's device memory. `grow` allocates more and returns whether that worked. `size` returns its size in bytes."""
 
     read: Callable[[], bytes]
     grow: Callable[[], bool] = lambda: False

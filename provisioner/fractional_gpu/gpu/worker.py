@@ -3,15 +3,15 @@
     python -P -m fractional_gpu.gpu.worker --backend nvidia
     python -P -m fractional_gpu.gpu.worker --backend simulated:DIRECTORY
 
-Standard input is a SEQPACKET socket with one JSON object in each packet. The worker performs one operation at a time. Its first message is
+Standard input is a SEQPACKET socket with one JSON object per packet. The worker performs one operation at a time. Its first message is
 `{protocol}`, or `{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`.
-`lock` also has `timeout_ms`, and `restore` can have `moves`. `set_limit` and `read_limit` have `{device_id, group, mib}` instead of a
-target. A reply is `{state, elapsed_us, limit}` or `{error: {code, message}}`.
+`lock` requests also include `timeout_ms`, and `restore` requests can include `moves`. `set_limit` and `read_limit` requests contain
+`{device_id, group, mib}` instead of a target. A reply is `{state, elapsed_us, limit}` or `{error: {code, message}}`.
 
-Right before an operation, the worker checks the identity of the target, because another process might have its pid by now. When the socket
-closes, the worker finishes the operation and exits. If the broker was killed, the `deadline_s` of the request ends the worker. The worker
-ignores SIGINT and SIGTERM, because a terminal or a service manager sends them to a whole process group. It imports few modules, because
-requests to a new worker wait for its imports.
+Right before each operation, the worker checks the target's identity, because another process might have its pid by now. When the socket
+closes, the worker finishes the current operation and exits. If the broker was killed, the worker dies once the request's `deadline_s` has
+passed. The worker ignores SIGINT and SIGTERM, because terminals and service managers send them to whole process groups. It imports few
+modules, because requests to a new worker have to wait for its imports.
 """
 
 import json
@@ -34,7 +34,7 @@ LIMIT_OPERATIONS: Final = ("set_limit", "read_limit")
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 0 when the broker closes the socket, 1 if the backend cannot be opened, and 2 for invalid arguments."""
+    """Run the worker and return its exit status: 0 when the broker closes the socket, 1 if the backend can't be opened, 2 for bad usage."""
     if len(arguments) != 2 or arguments[0] != "--backend":
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.worker --backend nvidia|simulated:DIRECTORY\n")
         return 2
@@ -124,7 +124,7 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
 
 
 def _lives(target: ProcessIdentity) -> bool:
-    """Return whether the process is alive. Raises GPUError WRONG_IDENTITY if another process has its pid."""
+    """Return whether the process is alive. Raises GPUError WRONG_IDENTITY if another process now has its pid."""
     try:
         found = identify(target.pid)
     except ProcessLookupError:

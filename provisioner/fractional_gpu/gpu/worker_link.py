@@ -1,14 +1,14 @@
-"""The broker's side of the checkpoint worker: claims, starts and replaces the worker, and sends it requests.
+"""Claims, starts and replaces the checkpoint worker, and sends it the broker's requests.
 
-- Calls are served one at a time, in order. Each call has a deadline, which counts from the moment when the worker begins the call. At the
-  deadline the worker is killed and the call raises GPUError WORKER_HUNG. If the worker dies or anything else fails, the call raises
-  WORKER_DIED. In both cases the result of the operation is unknown, so read the target's state. The next call starts a new worker.
-- Cancelling a call that waits for its turn withdraws the call. Cancelling a call that has begun only stops the waiting: the operation
-  continues, and later calls still wait for it.
-- The worker is replaced if the driver fails for unknown reasons on two targets in a row, and after `renew` (which follows an Xid error, a
-  reset or a sleep). In these cases the driver might be broken only in the worker's process.
+- Calls are served one at a time, in order. Each call has a deadline, measured from the moment the worker begins it. At the deadline, the
+  worker is killed and the call raises GPUError WORKER_HUNG. If the worker dies or anything else fails, the call raises WORKER_DIED. In both
+  cases the outcome of the operation is unknown, so read the target's state. The next call starts a new worker.
+- Cancelling a call that is waiting for its turn withdraws it. Cancelling a call that has begun only stops waiting for it: the operation
+  continues, and later calls still have to wait for it to finish.
+- The worker is replaced if the driver fails for unknown reasons on two targets in a row, and after `renew` (called after an Xid error, a
+  reset or a system sleep), because the driver might be broken only in the worker's process.
 - If the link has a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
-- The worker runs in a separate session, so Ctrl-C at the terminal does not reach it.
+- The worker runs in its own session, so Ctrl-C at the terminal does not reach it.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _POLL_S: Final = 0.05
 
 
 class WorkerClaim:
-    """A broker's claim on the worker: a lock on the file `path`, and a socket address. The constructor and `take` raise OSError."""
+    """A broker's claim on the worker: a lock on the file `path`, and a socket address. The constructor and `take` can raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class WorkerClaim:
         return (self._descriptor,) if self._name is None else (self._descriptor, self._name.fileno())
 
     def take(self) -> bool:
-        """Take the claim if it is free, and return whether we hold it. Never blocks. Raises OSError if the filesystem has no locks."""
+        """Take the claim if it is free, and return whether we hold it. Never blocks. Raises OSError if the filesystem can't lock files."""
         if not self._held:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +80,7 @@ class WorkerClaim:
         return not self._waits_for_name
 
     async def wait(self) -> None:
-        """Wait until we hold the claim. Raises the same errors as `take`. Cancellation does not change the claim."""
+        """Wait until we hold the claim. Raises the same errors as `take`. Cancellation leaves the claim unchanged."""
         while not self.take():  # noqa: ASYNC110 - another process frees it
             await asyncio.sleep(_POLL_S)
 
@@ -109,8 +109,8 @@ _ALONE_S: Final = 2.0  # a worker whose broker is gone ends this long after a li
 class WorkerLink:
     """A connection to one worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
-    If another container starts the worker, `service` is the socket of that container's service, and a claim is required. The caller closes
-    `claim` after closing the link.
+    If the worker is started in another container, `service` is the socket of the service there, and a claim is required. The caller must
+    close `claim` after closing the link.
     """
 
     def __init__(self, backend: str, *, claim: WorkerClaim | None = None, service: str | None = None) -> None:
@@ -137,11 +137,11 @@ class WorkerLink:
             await self._claim.wait()
 
     async def start(self) -> None:
-        """Wait until the worker has opened its backend. Raises GPUError. Cancellation stops the waiting, but not the worker."""
+        """Wait until the worker has opened its backend. Raises GPUError. Cancellation stops the wait, but not the worker."""
         await self._call("ping", None, _ANSWER_S)
 
     async def state(self, target: ProcessIdentity) -> ProcessState:
-        """Return the process's checkpoint state, which is GONE if the process has ended. Raises GPUError."""
+        """Return the process's checkpoint state, or GONE if the process has ended. Raises GPUError."""
         reply = await self._call("state", target, _STATE_S)
         try:
             return ProcessState(reply.state or "")
@@ -149,7 +149,7 @@ class WorkerLink:
             return ProcessState.UNKNOWN
 
     async def lock(self, target: ProcessIdentity, timeout_ms: int) -> int:
-        """Change RUNNING to LOCKED and return the microseconds it took. Raises GPUError; after NOT_READY the process is still running."""
+        """Change RUNNING to LOCKED and return the microseconds taken. Raises GPUError; after NOT_READY, the process is still RUNNING."""
         deadline_s = timeout_ms / 1000 + _ANSWER_S
         return (await self._call("lock", target, deadline_s, timeout_ms=timeout_ms)).elapsed_us
 
@@ -157,7 +157,7 @@ class WorkerLink:
         return (await self._call("checkpoint", target, deadline_s)).elapsed_us
 
     async def restore(self, target: ProcessIdentity, moves: Mapping[str, str] | None, deadline_s: float) -> int:
-        """Change CHECKPOINTED to LOCKED and return the microseconds it took. Raises GPUError; OUT_OF_MEMORY is fatal to the process."""
+        """Change CHECKPOINTED to LOCKED and return the microseconds taken. Raises GPUError; OUT_OF_MEMORY is fatal to the process."""
         return (await self._call("restore", target, deadline_s, moves=dict(moves) if moves else None)).elapsed_us
 
     async def unlock(self, target: ProcessIdentity) -> int:
@@ -173,13 +173,13 @@ class WorkerLink:
         return None if reply.limit is None else MemoryLimit(**reply.limit)
 
     def renew(self) -> None:
-        """Start a new worker for the next call, because the driver state in the current worker might be stale."""
+        """Have the next call start a new worker, because the driver state in the current one might be stale."""
         self._is_stale = True
 
     async def close(self) -> None:
-        """Let the current operation finish within its deadline, then end the worker. This method is idempotent.
+        """Let the current operation finish within its deadline, then stop the worker. This method is idempotent.
 
-        Calls that wait for their turn raise GPUError WORKER_DIED. Cancellation kills the worker at once.
+        Calls still waiting for their turn raise GPUError WORKER_DIED. Cancelling this call kills the worker at once.
         """
         self._closing = True
         try:
@@ -211,7 +211,7 @@ class WorkerLink:
     async def _serve(
         self, op: str, target: ProcessIdentity | None, deadline_s: float, arguments: Mapping[str, object]
     ) -> Reply:
-        """Serve one call. Turn any failure into GPUError, so that the caller gets the error and the next call is still served."""
+        """Serve one call. Turn any failure into a GPUError, so that the caller sees the error and the next call is still served."""
         what = op if target is None else f"{op} of process {target.pid}"
         named = None if target is None else target.to_dict()
         request = {"op": op, "target": named, "deadline_s": deadline_s + _ALONE_S, **arguments}

@@ -1,9 +1,9 @@
-"""A running checkpoint worker, started by this process or by a service in another container (`worker_service`).
+"""Manages a running checkpoint worker, started by this process or by a service in another container (`worker_service`).
 
-Each message is one JSON object in one packet of a SEQPACKET socket. The worker's pidfd becomes readable when the worker ends; a service
-sends the pidfd of its worker to the broker. Only the service can kill its worker: if the service is gone, no process can. Linux must report
-that the service runs as root or as this process's user. Connection attempts are repeated for some seconds, because the service's container
-might be restarting.
+Each message is a single JSON object in one packet of a SEQPACKET socket. The worker's pidfd becomes readable when the worker exits; a
+service sends its worker's pidfd to the broker. Only the service can kill its worker: if the service is gone, nothing can. The service's
+socket credentials must show that it runs as root or as this process's user. Connecting is retried for several seconds, because the
+service's container might be restarting.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _Message = TypeVar("_Message")
 
 
 class Request(msgspec.Struct):
-    """A broker's request to the service, sent with the descriptors of the claim. `pid` is the broker's pid in the broker's namespace."""
+    """A broker's request to the service, sent along with the claim's descriptors. `pid` is the broker's pid in its own namespace."""
 
     backend: str
     pid: int
@@ -45,7 +45,7 @@ class Reply(msgspec.Struct):
     error: dict[str, str] | None = None
 
     def failure(self) -> GPUError | None:
-        """Return the reply's error, or None. The code of an unknown error is UNKNOWN."""
+        """Return the reply's error, or None if there is none. Unrecognised error codes become UNKNOWN."""
         if self.error is None:
             return None
         code = self.error.get("code", "")
@@ -75,7 +75,7 @@ class Worker:
 
     @classmethod
     def start(cls, python: str, backend: str, descriptors: Sequence[int]) -> tuple["Worker", socket.socket]:
-        """Start a worker that inherits the descriptors. The caller closes the worker's end of the channel. Raises GPUError."""
+        """Start a worker that inherits the descriptors. The caller must close the returned worker's end of the channel. Raises GPUError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             process = subprocess.Popen(
@@ -97,7 +97,7 @@ class Worker:
         return self._watch.done()
 
     async def wait(self, limit_s: float | None = None) -> bool:
-        """Wait until the worker ends or `limit_s` has passed. Return whether the worker has ended. Cancellation only stops the waiting."""
+        """Wait until the worker exits or `limit_s` has passed, and return whether it has exited. Cancellation only stops the wait."""
         await asyncio.wait([self._watch], timeout=limit_s)
         return self.has_ended
 
@@ -123,7 +123,7 @@ async def connect(path: str, backend: str, descriptors: Sequence[int], *, patien
     """Ask the service at `path` to start a worker for `backend` that inherits the descriptors.
 
     Raises GPUError with the service's error, or WORKER_DIED if no service answers within `patience_s`. Cancellation closes the connection,
-    and the worker ends.
+    which ends the worker.
     """
     problem = "it does not reply to the request for a worker"
     try:
@@ -175,7 +175,7 @@ def trusted_pid(connection: socket.socket) -> int:
 
 
 async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message, list[int]]:
-    """Return the next message and its descriptors, which the caller closes. Raises OSError, or GPUError for an invalid message."""
+    """Return the next message and its descriptors, which the caller must close. Raises OSError, or GPUError for an invalid message."""
     await readable(connection.fileno())
     data, descriptors, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:

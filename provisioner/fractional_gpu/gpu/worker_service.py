@@ -1,13 +1,14 @@
-"""The checkpoint worker as a separate service: a supervisor on a UNIX socket that starts the worker for a broker.
+"""Runs the checkpoint worker as a separate service: a supervisor on a UNIX socket that starts the worker for a broker.
 
 jupyter gpu node worker --socket PATH
 
-This is for containers, where only the service's container needs privileges. The broker's container can neither start nor kill the worker,
-so the broker asks the service to do so. Each connection has one worker. The first message carries the descriptors of the broker's claim
-(SCM_RIGHTS), which the worker inherits. The supervisor itself takes the lock, so it starts no worker unless the claim is free. The reply
-carries the broker's end of the channel and the pidfd of the worker. Any later data on the connection means "kill the worker". If the
-connection ends, the worker finishes its operation. Linux must report that the peer is root or this process's user, and both processes must
-see the same pids. On SIGTERM the service waits until the worker has finished its operation; the worker itself ignores the signal.
+This is for containers: only the service's container needs privileges. The broker's container can neither start nor kill the worker, so the
+broker asks the service to do so. Each connection has one worker. The first message carries the descriptors of the broker's claim
+(SCM_RIGHTS), which the worker inherits. The supervisor takes the lock itself, so it starts a worker only if the claim is free. The reply
+carries the broker's end of the channel and the worker's pidfd. Any further data on the connection means "kill the worker". If the
+connection closes, the worker finishes its operation. The peer's socket credentials must show that it runs as root or as this process's
+user, and both processes must see the same pids. On SIGTERM, the service waits for the worker to finish its operation; the worker ignores
+the signal.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ SIMULATED: Final = "simulated"
 
 
 class WorkerService:
-    """The supervisor. `kind` is the kind of device; with `simulated`, the worker opens the simulated devices that the broker names."""
+    """The supervisor. `kind` is the kind of device; with `simulated`, the worker opens the simulated devices named by the broker."""
 
     def __init__(self, path: str, kind: str = "nvidia") -> None:
         self.path = path
@@ -116,7 +117,7 @@ class WorkerService:
             await self._supervise(connection, worker)
 
     def _check(self, request: Request, pid: int) -> None:
-        """Raise GPUError if the broker is in another pid namespace or has other devices."""
+        """Raise GPUError if the broker is in a different pid namespace or has different devices."""
         if request.pid != pid:
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
@@ -169,9 +170,9 @@ async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
 
 
 def listen(path: str) -> socket.socket:
-    """Return a listening socket with mode 0600. Replace an existing socket if no process listens on it. Raises OSError.
+    """Return a listening socket with mode 0600. Replace an existing socket if no process is listening on it. Raises OSError.
 
-    Create the folder if needed. The folder must belong to this user and be writable by no other user, who could put a socket there.
+    Create the folder if needed. It must belong to this user and not be writable by others, who could put their own socket there.
     """
     folder = Path(path).absolute().parent
     with contextlib.suppress(FileExistsError):
@@ -213,7 +214,7 @@ def listen(path: str) -> socket.socket:
 
 
 def _take_claim(descriptors: list[int]) -> None:
-    """Lock the claim's file. This also works if the sender holds the lock, because descriptors share it. Raises GPUError."""
+    """Lock the claim's file. This works even if the sender already holds the lock, because descriptors share it. Raises GPUError."""
     same, refused = "run the broker and this service from the same image", GPUErrorCode.NOT_PERMITTED
     if not descriptors:
         raise GPUError(refused, f"the broker sent no lock file; {same}")
@@ -230,7 +231,7 @@ def _take_claim(descriptors: list[int]) -> None:
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send a message, or drop it if the peer is gone or does not read."""
+    """Send a message, or drop it if the peer is gone or not reading."""
     with contextlib.suppress(OSError):
         socket.send_fds(connection, [message], descriptors)
 

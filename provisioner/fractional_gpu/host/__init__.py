@@ -1,1 +1,1 @@
-"""The boundary to the operating system: processes, process trees, namespaces, control groups, memory and files."""
+"""The interface to the operating system: processes, process trees, namespaces, control groups, memory and files."""

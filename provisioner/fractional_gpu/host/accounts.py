@@ -1,8 +1,8 @@
-"""Finds the account whose limits and budgets apply to a process. One person can run processes with many uids.
+"""Finds the account whose limits and budgets apply to a process. One person can run processes under many uids.
 
-The account of a subordinate uid, as in rootless containers, is its owner in /etc/subuid. Other sources of subordinate uids, such as sssd,
-are not read. A uid without a passwd entry is its own account, or belongs to one account that the administrator sets. Shares and rates apply
-to the account, too. Permissions to see or control a lease depend on the real uid instead.
+A subordinate uid, as used in rootless containers, belongs to the account of its owner in /etc/subuid. Other sources of subordinate uids,
+such as sssd, are not read. A uid without a passwd entry is its own account, unless the administrator has set one account for all such uids.
+Shares and rates also apply to accounts. Permission to see or control a lease depends on the real uid instead.
 """
 
 import pwd
@@ -17,7 +17,7 @@ _MOST = 10_000  # cached uids; a user may have 65,536
 
 
 class Accounts:
-    """Maps uids to accounts. `file` lists the subordinate uids. The class is not thread-safe, so use it on the broker's event loop."""
+    """A mapping of uids to accounts. `file` lists the subordinate uids. Not thread-safe, so use it only on the broker's event loop."""
 
     def __init__(
         self, file: Path = Path("/etc/subuid"), unknown: int | None = None, now: Callable[[], float] = time.monotonic
@@ -59,7 +59,7 @@ def _uid_in(lookup: Callable[..., pwd.struct_passwd], key: object) -> int | None
 
 
 ACCOUNTS = Accounts()
-"""The accounts of this machine."""
+"""This machine's accounts."""
 account_uid = ACCOUNTS.uid_of
 
 

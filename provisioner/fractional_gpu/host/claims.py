@@ -1,9 +1,9 @@
-"""A host-wide claim on a device. It ends with its holder, because it is a listening UNIX socket in the abstract namespace.
+"""Claims devices for the whole host. A claim is a listening UNIX socket in the abstract namespace, so it is released when its holder exits.
 
-Linux allows one socket for each name, and removes it when the holder ends for any reason. No other program can remove it earlier. A process
-whose claim is refused sees the credentials of the process that made the existing claim, so a long-lived process should make it. Each
-network namespace has a separate abstract namespace: if containers have separate networks, give each device to only one container. Claims
-prevent mistakes, not attacks. The refusal names the holder's user.
+Linux allows only one socket per name and removes it when the holder exits, for whatever reason. No other program can remove it earlier. A
+process whose claim is refused sees the credentials of the process that made the existing claim, so claims should be made by a long-lived
+process. Each network namespace has its own abstract namespace: if containers have separate networks, give each device to only one
+container. Claims prevent mistakes, not attacks. The error for a refused claim names the holder's uid.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ class NameClaim:
         return holder(address) if listener is None else NameClaim(listener)
 
     def fileno(self) -> int:
-        """Return the listener's descriptor. When it becomes readable, another process has queried the claim, so call `drain`."""
+        """Return the listener's descriptor. It becomes readable when another process queries the claim; then call `drain`."""
         return self._listener.fileno()
 
     def drain(self) -> int:
         """Drop up to 64 queries from the queue, and return how many were dropped. Never blocks.
 
-        A full queue would hide the holder from the next process that queries the claim. Raises OSError if no descriptor is free; retry
-        later.
+        A full queue would hide the holder from the next process that queries the claim. Raises OSError if no descriptor is free; in that
+        case, retry later.
         """
         dropped = 0
         with contextlib.suppress(BlockingIOError):
@@ -94,9 +94,9 @@ def _listening(address: bytes) -> socket.socket | None:
 
 
 def holder(address: bytes) -> tuple[int | None, int | None]:
-    """Return the pid and uid of the process that listens at an abstract address or a socket's path.
+    """Return the pid and uid of the process listening on an abstract address or a socket path.
 
-    Return (None, None) if there is none, if its queue is full, or if this process may not connect to it.
+    Return (None, None) if there is no such process, if its queue is full, or if this process may not connect to it.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
         try:

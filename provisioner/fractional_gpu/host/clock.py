@@ -1,4 +1,4 @@
-"""Clocks. Decisions use the time since boot. The wall clock is only for display, because it can be set at any moment."""
+"""Reads clocks. Decisions use the time since boot. The wall clock is only for display, because it can be changed at any moment."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ _STEP_US: Final = 100_000
 
 
 def since_boot_ns() -> int:
-    """Return the time of a clock that cannot be set and that runs while the machine sleeps."""
+    """Return the time since boot in nanoseconds. This clock cannot be set, and it keeps running while the machine sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -17,7 +17,7 @@ def since_boot_us() -> int:
 
 
 class WallClock:
-    """Converts wall-clock time stamps of other programs to the time since boot. `wall_ns` and `steady_ns` read the two clocks."""
+    """A converter from other programs' wall-clock timestamps to the time since boot. `wall_ns` and `steady_ns` read the two clocks."""
 
     def __init__(self, wall_ns: Callable[[], int] = time.time_ns, steady_ns: Callable[[], int] = since_boot_ns) -> None:
         self._wall_ns = wall_ns
@@ -32,7 +32,7 @@ class WallClock:
         return (self._wall_ns() - self._steady_ns()) // 1000
 
     def stepped_us(self) -> int:
-        """Return how far the wall clock was set forward since the last call, or 0 if it was set by less than 0.1 s."""
+        """Return how far the wall clock has been set forward (negative: back) since the last call, or 0 for less than 0.1 s."""
         offset_us = self.offset_us()
         step_us = offset_us - self._offset_us
         if abs(step_us) < _STEP_US:

@@ -1,8 +1,8 @@
-"""Finds where control group hierarchies are mounted, and which paths they have on the host, even in a control group namespace.
+"""Finds where control group hierarchies are mounted, and what paths they have on the host, even from inside a control group namespace.
 
-In such a namespace a container sees the groups above its own as `/..`, once for each level. For example, another pod's group is
-`/../../podUID/...`. The levels in between have no names. So we search the whole hierarchy (a host path that is mounted here) once for the
-folder of our own group, by its inode. This tells us the path of every group on the host.
+In such a namespace, a container sees each level above its own group as `/..`. For example, another pod's group is `/../../podUID/...`. The
+levels in between have no names. So we search the whole hierarchy (a host path that is mounted here) once for our own group's folder, by its
+inode. Its path tells us every other group's path on the host.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ ROOT = PurePosixPath("/")
 
 
 class Mount(NamedTuple):
-    """A mounted part of a hierarchy. `root` is the path of its top group on the host. `own` is this process's group if paths are hidden."""
+    """A mounted part of a hierarchy. `root` is its top group's path on the host. `own` is this process's group if paths are hidden."""
 
     version: int
     controllers: frozenset[str]  # only for version 1
@@ -25,7 +25,7 @@ class Mount(NamedTuple):
     own: PurePosixPath | None = None
 
     def folder(self, group: PurePosixPath) -> Path | None:
-        """Return the folder of a group, which need not exist. Return None if the group is outside the mounted part of the hierarchy."""
+        """Return a group's folder, which might not exist, or None if the group is outside the mounted part of the hierarchy."""
         shown = ".." not in group.parts and group.is_relative_to(self.root)
         return self.point / group.relative_to(self.root) if shown else None
 
@@ -54,14 +54,14 @@ def mounts(*, proc: Path = PROC) -> list[Mount]:
 
 
 def levels_up(root: PurePosixPath) -> int:
-    """Return how many levels a root like `/../..` is above the process's own group. Return 0 for any other path."""
+    """Return how many levels above the process's own group a root like `/../..` is. Return 0 for any other path."""
     names = root.parts[1:]
     return len(names) if names and set(names) == {".."} else 0
 
 
 @cache
 def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPath | None:
-    """Search `levels` below the mount `whole` for the group whose folder has this inode, and return the group's path on the host."""
+    """Search `levels` levels below the mount `whole` for the group folder with this inode. Return the group's path on the host, or None."""
     for folder in whole.glob("/".join(["*"] * levels)):
         try:
             status = folder.stat()
@@ -73,7 +73,7 @@ def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPa
 
 
 def absolute(path: PurePosixPath, own: PurePosixPath) -> PurePosixPath:
-    """Return a group's path on the host. A process in the group `own` sees the group as `path`."""
+    """Return the path that a group has on the host if processes in the group `own` see it as `path`."""
     names = path.parts[1:]
     ups = next((number for number, name in enumerate(names) if name != ".."), len(names))
     above = [own, *own.parents, *[ROOT] * ups][ups]

@@ -1,8 +1,8 @@
-"""Atomic replacement of small files, the temporary folder, and mounts.
+"""Replaces small files atomically, finds the temporary folder, and lists mounts.
 
 This module uses only the standard library. To replace a file, the new content is written to another file, synced (fsync) and renamed over
-the old file; then the folder is synced. After a kill, a full disk or a power failure, the file has either the old or the new content, never
-a mixture.
+the old file; then the folder is synced. Even after a kill, a full disk or a power failure, the file contains either the old or the new
+content, never a mixture.
 """
 
 import errno
@@ -41,7 +41,7 @@ def mount_table(file: Path) -> list[MountLine]:
 
 
 def temporary_folder() -> Path:
-    """Return the folder that `tempfile` uses, without a trial write. On a full disk, `tempfile` would choose another folder."""
+    """Return the folder `tempfile` would use, but without a trial write, because on a full disk `tempfile` chooses another one."""
     named = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
     folders = [Path(folder).absolute() for folder in (*named, *_TEMPORARY) if folder]
     usable = (folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -58,7 +58,7 @@ def file_identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder and its missing parents so that only this user has access (mode 0700), as Jupyter expects. Raises OSError."""
+    """Create the folder and any missing parents, accessible only to this user (mode 0700), as Jupyter expects. Raises OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def foreign_above(folder: Path) -> tuple[Path, int] | None:
-    """Return the first parent folder that belongs to neither this user nor root, and its owner. Resolve links first."""
+    """Return the nearest parent folder owned by neither this user nor root, and its owner's uid, or None. Links are resolved first."""
     trusted = {os.geteuid(), 0}
     with suppress(OSError, ValueError):
         if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
@@ -83,7 +83,7 @@ def foreign_above(folder: Path) -> tuple[Path, int] | None:
 
 
 def open_own(path: Path | str, flags: int) -> int:
-    """Open a private file (mode 0600) of this user. `flags` has the flags for `os.open`, but must not include O_TRUNC.
+    """Open a private file (mode 0600) owned by this user. `flags` are passed to `os.open` and must not include O_TRUNC.
 
     Raises OSError, without changing anything, if the path is a link, belongs to another user or has a second hard link, because writing
     could then change another file.
@@ -105,10 +105,10 @@ def open_own(path: Path | str, flags: int) -> int:
 def replace_file(
     path: Path, content: bytes, *, prepare: Callable[[int], None] | None = None, keep: bool = False
 ) -> int:
-    """Write a private file (mode 0600) at `path`. Replace an existing file, or a link, which is not followed.
+    """Write a private file (mode 0600) at `path`. Replace any existing file. If `path` is a link, replace the link itself.
 
-    `prepare` is called with the descriptor of the new file before the rename, for example to lock the file or to change its owner. Return
-    the open descriptor if `keep` is set, otherwise -1. Raises OSError and leaves the old file unchanged.
+    `prepare` is called with the new file's descriptor before the rename, for example to lock the file or change its owner. Return the open
+    descriptor if `keep` is set, otherwise -1. On failure, leaves the old file unchanged and raises OSError.
     """
     fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     descriptor = os.open(fresh, _FLAGS, 0o600)

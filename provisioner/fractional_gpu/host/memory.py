@@ -1,10 +1,10 @@
-"""Host memory: how much a process can still allocate, and which process the out-of-memory killer chooses first.
+"""Finds how much host memory a process can still allocate, and influences which process the out-of-memory killer chooses first.
 
-- The driver saves device memory in the process's own memory, so it counts against every control group above the process. If several
-  processes need memory, each limit must cover the sum of their needs.
-- The headroom is the smallest of the system's available memory and the room below each limit, minus a margin. Without the margin, the next
-  allocation of a process at its limit would kill it. Inactive file cache does not count as used, and swap does not count as available.
-- Control groups of versions 1 and 2 are supported, even together. If the path of the group is hidden, the limit of the mounted part of the
+- The driver saves device memory in the process's own memory, so it counts towards every control group above the process. If several
+  processes need memory, each limit they share must cover the sum of their needs.
+- Headroom is the system's available memory or the room left below a limit, whichever is smallest, minus a margin. Without the margin, a
+  process at its limit would be killed by its next allocation. Inactive file cache does not count as used, nor swap as available.
+- Control groups of versions 1 and 2 are supported, even together. If a group's path is hidden, the limit of the mounted part of the
   hierarchy applies. A limit that cannot be read is an error; it never means "no limit".
 """
 
@@ -69,12 +69,12 @@ def _meminfo(name: str, proc: Path) -> int:
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the shortage at the limit that these needs (MiB by pid) exceed most, or None if all fit. Raises what `headroom` raises."""
+    """Return the shortage at the limit these needs (MiB by pid) exceed most, or None if all fit. Raises the same errors as `headroom`."""
     return LimitReader(proc=proc).shortage(needs)
 
 
 class LimitReader:
-    """Reads the limits of many processes at one moment. A limit that processes share is read only once. Discard the reader after use."""
+    """A reader for many processes' limits at one point in time. Shared limits are read only once. Discard the reader after use."""
 
     def __init__(self, *, proc: Path = PROC) -> None:
         self._proc = proc
@@ -103,7 +103,7 @@ class LimitReader:
         return worst if worst is not None and worst.need_mib > worst.left_mib else None
 
     def _limits(self, pid: int) -> dict[Path | None, Headroom]:
-        """Return the room below each limit, by the folder of the control group. The key None is the whole system."""
+        """Return the room left below each limit, by control group folder. The key None stands for the whole system."""
         groups = read_of(pid, "cgroup", proc=self._proc)
         if groups not in self._found:
             found: dict[Path | None, Headroom] = {None: self._system}
@@ -114,7 +114,7 @@ class LimitReader:
 
 
 def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
-    """Return the folders of the groups that can count the process's memory, from its own group upwards, by control group version.
+    """Return the folders of the groups that can track the process's memory, from its own group upwards, by control group version.
 
     Raises ProcessLookupError or OSError.
     """
@@ -122,7 +122,7 @@ def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
 
 
 def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
-    """Return the smallest limit of the process's control groups, or the machine's memory including swap.
+    """Return the smallest memory limit of the process's control groups, or the machine's memory including swap if that is smaller.
 
     Raises ProcessLookupError or OSError.
     """
@@ -134,7 +134,7 @@ def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
 
 
 def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
-    """Return the smallest limit of the group and its parents, or None if all exceed the machine's memory. Raises OSError."""
+    """Return the smallest memory limit of the group and its parents, or None if all exceed the machine's memory. Raises OSError."""
     total = machine_total_mib(proc=proc) * _MIB
     limits = [
         limit
@@ -146,7 +146,7 @@ def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
 
 
 def group_used_mib(group: str, *, proc: Path = PROC) -> int:
-    """Return how much memory the group uses, without reclaimable caches, or 0 if Linux does not count it. Raises OSError."""
+    """Return how much memory the group uses, excluding reclaimable caches, or 0 if Linux does not track it. Raises OSError."""
     used = [_used(mount.version, folder) or 0 for mount, folder in _folders_of(group, proc)]
     return max(used, default=0) // _MIB
 
@@ -173,7 +173,7 @@ def _room(limit: int, left: int, name: str) -> Headroom:
 
 
 def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
-    """Return the folders of the groups in /proc/PID/cgroup that can count memory, and the folders of their parents."""
+    """Return the folders of the groups in /proc/PID/cgroup that can track memory, and those of their parents, by control group version."""
     found: dict[int, list[Path]] = {}
     for line in lines_of(groups):
         number, controllers, seen = line.split(":", 2)
@@ -217,7 +217,7 @@ def _limit_of(folder: Path, limit: int) -> str:
 
 
 def _bytes(file: Path) -> int | None:
-    """Return the number in the file. Return None for "max", or if the file is missing because the controller is not enabled here."""
+    """Return the number in the file, or None for "max" or if the file is missing because the controller is not enabled here."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -283,7 +283,7 @@ def put_back(identity: ProcessIdentity, value: int) -> None:
 
 
 def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
-    """Return the file that counts out-of-memory kills in the process's control group, or in the whole system.
+    """Return the file that counts out-of-memory kills in the process's control group or, if there is none, in the whole system.
 
     Raises ProcessLookupError or OSError.
     """
@@ -295,14 +295,14 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 
 def kill_count(counter: Path) -> int:
-    """Return how many processes the out-of-memory killer ended, or 0 if Linux does not count them. Raises OSError or ValueError."""
+    """Return how many processes the out-of-memory killer has killed, or 0 if Linux does not count them. Raises OSError or ValueError."""
     return _counted(counter, "oom_kill")
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Return whether the out-of-memory killer ended this process, according to the kernel log.
+    """Return whether the out-of-memory killer killed this process, according to the kernel log.
 
-    Return None if the log is not readable or if this process is in a container.
+    Return None if we may not read the log or are in a container.
     """
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None

@@ -1,9 +1,8 @@
-"""Processes in other namespaces: translating pids, and running code in another network namespace.
+"""Handles processes in other namespaces: translates their pids, and runs code in their network namespaces.
 
-SO_PEERCRED reports the pid of a socket's peer in our namespace, but a pid in a message is from the peer's namespace. `NSpid` in
-/proc/PID/status lists both. Open a namespace before you identify its process, because the pid can be reused but the descriptor cannot.
-Never resolve a path below the root of another process (/proc/PID/root), because a link there that begins with `/` leads to the caller's own
-files.
+SO_PEERCRED reports the pid a socket's peer has in our namespace, but a pid in a message is from the peer's namespace. `NSpid` in
+/proc/PID/status lists both. Open a namespace before you identify its process, because a pid can be reused but a descriptor cannot. Never
+resolve a path below another process's root (/proc/PID/root), because a link there that begins with `/` leads to the caller's own files.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ _NS_GET_PARENT: Final = 0xB702
 _DEEPEST: Final = 32  # Linux's limit for nested pid namespaces
 
 NamespaceId = tuple[int, int]
-"""The device and inode of a namespace's file."""
+"""The device and inode numbers of a namespace's file."""
 
 
 def namespace_of(pid: int, kind: str, *, proc: Path = PROC) -> NamespaceId:
@@ -41,12 +40,12 @@ def own_namespace(kind: str, *, proc: Path = PROC) -> NamespaceId:
 
 
 def nested_pids(pid: int, *, proc: Path = PROC) -> list[int]:
-    """Return the process's pids in all namespaces from that of /proc to its own. Raises ProcessLookupError."""
+    """Return the process's pids in all namespaces from /proc's down to its own. Raises ProcessLookupError."""
     return [int(one) for one in status_field(read_of(pid, "status", proc=proc), b"NSpid").split()]
 
 
 def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
-    """Return our pid for the process that has `pid` in the pid namespace of `peer`. Raises ProcessLookupError or PermissionError."""
+    """Return our pid for the process that has `pid` in `peer`'s pid namespace. Raises ProcessLookupError or PermissionError."""
     theirs = namespace_of(peer, "pid", proc=proc)
     if theirs == own_namespace("pid", proc=proc):
         return pid
@@ -56,7 +55,7 @@ def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
 def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
     """Identify the process with this pid in our namespace, even if /proc shows the pids of an outer namespace (`unshare --pid`).
 
-    `identify` is called with the pid that /proc shows. Its errors are raised.
+    `identify` is called with the pid that /proc shows, and its errors are passed on.
     """
     try:
         shown = int(os.readlink(proc / "self"))  # noqa: PTH115
@@ -115,7 +114,7 @@ def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
 
 
 def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, NamespaceId] | None:
-    """Open the process's network namespace, and return the descriptor and the id of the namespace. Return None if it is our own.
+    """Open the process's network namespace and return its descriptor and id, or None if it is the same as ours.
 
     Raises ProcessLookupError or PermissionError.
     """
@@ -136,10 +135,10 @@ def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, 
 
 
 def in_network(descriptor: int, work: Callable[[], T]) -> T:
-    """Run `work` in a separate thread in the network namespace. Threads that `work` starts stay in the namespace.
+    """Run `work` in a separate thread in the network namespace. Any threads started by `work` stay in the namespace.
 
-    Raises what `work` raises, OSError, or PermissionError if this process lacks CAP_SYS_ADMIN in its own user namespace and in the one that
-    owns the network namespace.
+    Raises OSError and any error from `work`. PermissionError means that this process lacks CAP_SYS_ADMIN in its own user namespace or in
+    the one that owns the network namespace.
     """
 
     def run() -> T:

@@ -1,6 +1,6 @@
-"""The control group that only the processes of one user or seat use: a unit, a container, a user's slice, a job or a pod.
+"""Finds the control group used only by one user's or seat's processes: a unit, a container, a user's slice, a job or a pod.
 
-Only control groups of version 2 count, because the driver's memory limits support no others.
+Only version 2 control groups are considered, because the driver's memory limits support no others.
 """
 
 import re
@@ -18,14 +18,14 @@ _UNIT: Final = re.compile(r"\.(service|scope)$|^[0-9a-f]{64}$", re.ASCII)  # a u
 
 @dataclass(frozen=True, slots=True)
 class OwnGroup:
-    """A group's path from the root of the hierarchy. `is_leaf` is set if the process is in this group itself, not in a group below."""
+    """A group's path from the root of the hierarchy. `is_leaf` is set if the process is in this group itself, not in one below it."""
 
     path: str
     is_leaf: bool
 
 
 def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
-    """Return the path on the host of the process's group of version 2, or None. Raises ProcessLookupError or OSError."""
+    """Return the path that the process's version 2 group has on the host, or None. Raises ProcessLookupError or OSError."""
     lines = (line.split(":", 2) for line in lines_of(read_of(pid, "cgroup", proc=proc)))
     path = next((parts[2] for parts in lines if parts[0] == "0"), None)
     mount = next((one for one in mounts(proc=proc) if one.version == 2), None)
@@ -35,9 +35,9 @@ def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
 
 
 def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
-    """Return the group that only the process's user or seat uses, or None. Blocks.
+    """Return the group used only by the process's user or seat, or None if there is none. Blocks.
 
-    If kernels of other users appear in the group later, it is shared after all (see `HardCaps`).
+    If other users' kernels appear in the group later, it is shared after all (see `HardCaps`).
     """
     try:
         leaf = group_of(pid, proc=proc)
@@ -63,12 +63,12 @@ def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
 
 
 def own_path(pid: int, uid: int) -> str:
-    """Return the path of the group from `own_group`, or "" if there is none."""
+    """Return the path of the group found by `own_group`, or "" if there is none."""
     found = own_group(pid, uid)
     return "" if found is None else found.path
 
 
 def group_of_self(*, proc: Path = PROC) -> PurePosixPath | None:
-    """Return the path on the host of this process's group of version 2, or None. Raises OSError."""
+    """Return the path that this process's own version 2 group has on the host, or None. Raises OSError."""
     own = (proc / "self").readlink()
     return group_of(int(own.name), proc=proc)

@@ -1,6 +1,6 @@
-"""Moves a process's memory to the machine's swap space, from outside (`process_madvise` with MADV_PAGEOUT, since Linux 5.10).
+"""Moves another process's memory to the machine's swap space (`process_madvise` with MADV_PAGEOUT, available since Linux 5.10).
 
-This needs CAP_SYS_NICE and the right to read the process's memory. The process is not changed: what it uses comes back by itself.
+This needs CAP_SYS_NICE and the right to read the process's memory. The process keeps running: Linux swaps memory back in on use.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def large_ranges(pid: int) -> list[tuple[int, int]]:
 
 
 def page_out(pidfd: int, start: int, length: int) -> None:
-    """Move the memory to swap as far as there is room. Blocks. Raises OSError; PermissionError if this process lacks the rights."""
+    """Move as much of the memory to swap as there is room for. Blocks. Raises OSError (PermissionError if we lack the rights)."""
     libc = ctypes.CDLL(None, use_errno=True)
     piece = _Range(start, length)
     if libc.syscall(_PROCESS_MADVISE, pidfd, ctypes.byref(piece), ctypes.c_size_t(1), _PAGEOUT, ctypes.c_uint(0)) < 0:

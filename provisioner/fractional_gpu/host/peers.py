@@ -1,7 +1,7 @@
-"""The peer of a UNIX socket: its credentials, as Linux reports them, and whether it has read all data.
+"""Queries the peer of a UNIX socket: its credentials, as reported by Linux, and whether it has read everything sent to it.
 
-The pid, uid and gid are those that the peer had when it connected, or when it began to listen. The pid might belong to another process by
-now, so it is only a hint until the process is identified.
+The pid, uid and gid are those the peer had when it connected or began to listen. The pid might belong to another process by now, so it is
+only a hint until the process has been identified.
 """
 
 import errno
@@ -18,7 +18,7 @@ _GROUPS_BYTES: Final = 1024  # Python's limit for getsockopt, which is enough fo
 
 
 class PeerCredentials(NamedTuple):
-    """The credentials of a peer. `pid` is 0 if the peer's pid namespace is not visible from here."""
+    """A peer's credentials. `pid` is 0 if the peer's pid namespace is not visible from here."""
 
     pid: int
     uid: int
@@ -37,7 +37,7 @@ def peer_credentials(sock: socket.socket) -> PeerCredentials:
 
 
 def peer_groups(sock: socket.socket) -> frozenset[int]:
-    """Return the groups that the peer had when it connected, or only its primary group if it had more than 256. Raises ValueError."""
+    """Return the groups the peer was in when it connected, or only its primary group if there were more than 256. Raises ValueError."""
     gid = peer_credentials(sock).gid
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
@@ -49,6 +49,6 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Return whether the peer has not read all data yet. A peer that reads data might still not handle it."""
+    """Return whether the peer still has data to read. Data it has read might not have been handled yet."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0

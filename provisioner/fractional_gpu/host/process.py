@@ -1,10 +1,10 @@
-"""Processes: their identity, the process tree of a kernel, and the command line of ipykernel.
+"""Identifies processes, finds a kernel's process tree, and recognises ipykernel's command line.
 
-- An identity consists of the boot id, the pid and the start time. Before an operation on a pid, open its pidfd and check the identity
-  again: from then on the pid cannot be reused. Only thread-group leaders have an identity, although /proc also has a folder for each thread
-  id.
-- A zombie counts as dead, unless it exited before its threads, which keep its memory. Reading without permission raises PermissionError.
-- A process chooses the size of its environment, command line and mappings, which can be gigabytes (PR_SET_MM). Read them only with
+- An identity consists of the boot id, the pid and the start time. Before acting on a process, open its pidfd and then check the identity
+  again: a pid can be reused, but a pidfd always refers to the same process. Only thread-group leaders have an identity, although /proc also
+  has a folder for each thread id.
+- A zombie counts as dead, unless it still has other threads, which keep its memory. Reading without permission raises PermissionError.
+- A process controls the size of its environment, command line and mappings, which can reach gigabytes (PR_SET_MM). Read them only with
   `pieces`, which stops after 8 MiB, and never on an event loop.
 """
 
@@ -23,7 +23,7 @@ _DEAD_STATES: Final = frozenset("ZXx")
 _HELD_UP_STATES: Final = frozenset("Tt")
 _AT_ONCE: Final = 1 << 16  # bytes
 MOST_BYTES: Final = 8 << 20
-"""The most bytes to read from a file in /proc whose size a process chooses."""
+"""The maximum number of bytes to read from a /proc file whose size is controlled by a process."""
 _MOST_BYTES_PER_UID: Final = 8 * MOST_BYTES  # how much of each user's environments a scan reads
 _LONGEST_ENTRY: Final = 1 << 17  # bytes; Linux's limit for an argument or variable
 _MOST_DESCRIPTORS: Final = 1 << 16
@@ -33,7 +33,7 @@ _PF_KTHREAD: Final = 0x00200000
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessIdentity:
-    """One process, even if its pid is reused. `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """A process's identity, unique even if its pid is reused. `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
 
     boot_id: str
     pid: int
@@ -97,7 +97,7 @@ def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
 
 
 def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
-    """Identify a process. Raises ProcessLookupError if it does not exist or is a zombie, and ValueError for the id of a thread."""
+    """Identify a process. Raises ProcessLookupError if it does not exist or is a zombie, and ValueError if the id is a thread's."""
     if pid <= 0:
         raise ProcessLookupError(f"{pid} is not a process id: process ids are positive")
     stat = read_stat(pid, proc=proc)
@@ -110,7 +110,7 @@ def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
-    """Return whether this same process is still running and is not a zombie. Raises PermissionError."""
+    """Return whether this exact process still exists and is not a zombie. Raises PermissionError."""
     try:
         stat = read_stat(identity.pid, proc=proc)
     except ProcessLookupError:
@@ -119,22 +119,19 @@ def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
 
 
 def owner_uid(pid: int, *, proc: Path = PROC) -> int:
-    """Return the process's real uid, even if /proc/PID belongs to root, because tracing is forbidden. Raises ProcessLookupError."""
+    """Return the process's real uid, even if /proc/PID belongs to root because tracing is forbidden. Raises ProcessLookupError."""
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
 def owner_and_name(pid: int, *, proc: Path = PROC) -> tuple[int, str]:
-    """Return the process's real uid and the name that it gave itself. Both come from one read, because the pid could be reused."""
+    """Return the process's real uid and the name it gave itself, from a single read, because the pid could be reused in between."""
     status = read_of(pid, "status", proc=proc)
     name = status.partition(b"\n")[0].partition(b":")[2]  # this may be empty; the kernel escapes line feeds
     return parse_uid(status), name.strip().decode("utf-8", "backslashreplace")
 
 
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
-    """Return the initial environment of the process, which the process can overwrite. Blocks.
-
-    Raises ProcessLookupError or PermissionError.
-    """
+    """Return the process's initial environment, which it may have overwritten. Blocks. Raises ProcessLookupError or PermissionError."""
     found: dict[str, str] = {}
     for entry in _of_process(entries(f"{proc}/{pid}/environ"), pid):
         name, separator, value = entry.partition(b"=")
@@ -152,7 +149,7 @@ def read_command(pid: int, *, proc: Path = PROC) -> list[str]:
 
 
 def open_pidfd(identity: ProcessIdentity) -> int:
-    """Return a descriptor that becomes readable when the process exits. The caller closes it. Raises ProcessLookupError."""
+    """Return a descriptor that becomes readable when the process exits. The caller must close it. Raises ProcessLookupError."""
     descriptor = os.pidfd_open(identity.pid)
     # The pid could have been reused before the descriptor was open, but not after that.
     try:
@@ -182,7 +179,7 @@ def kill_marked(name: str, value: str) -> list[int]:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """Read a file without the slower `open`, relative to the descriptor `folder` if given. Raises OSError."""
+    """Read a file without the overhead of `open`. The path is relative to the descriptor `folder`, if given. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)
@@ -195,7 +192,7 @@ def read_file(path: str, folder: int | None = None) -> bytes:
 
 
 def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
-    """Yield the pieces of a /proc file whose size a process chooses, up to `MOST_BYTES` in total. Blocks. Raises OSError."""
+    """Yield pieces of a /proc file whose size a process controls, up to `MOST_BYTES` in total. Blocks. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         left = MOST_BYTES
@@ -207,7 +204,7 @@ def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
 
 
 def entries(path: str, separator: bytes = b"\0") -> Iterator[bytes]:
-    """Yield the entries of a /proc file whose size a process chooses. Long entries are cut. Blocks. Raises OSError."""
+    """Yield the entries of a /proc file whose size a process controls. Long entries are truncated. Blocks. Raises OSError."""
     rest = b""
     for piece in pieces(path):
         *whole, rest = (rest + piece).split(separator)
@@ -237,7 +234,7 @@ def _of_process(found: Iterator[bytes], pid: int) -> Iterator[bytes]:
 
 
 def lines_of(content: bytes) -> list[str]:
-    """Split at line feeds only, unlike `str.splitlines`, because users choose names that appear in /proc files."""
+    """Split at line feeds only, unlike `str.splitlines`, because /proc files contain names chosen by users."""
     return [os.fsdecode(line) for line in content.split(b"\n") if line]
 
 
@@ -303,7 +300,7 @@ class Snapshot:
         return self._by_pid[identity.pid].uid if identity in self else None
 
     def runs_own_program(self, identity: ProcessIdentity) -> bool:
-        """Return whether the process has called exec since its fork, so that it shares no memory with its parent."""
+        """Return whether the process has called exec since its fork and therefore shares no memory with its parent."""
         return identity in self and not self._by_pid[identity.pid].forked
 
     def stopped_or_traced(self, identity: ProcessIdentity) -> bool:
@@ -327,7 +324,7 @@ class Snapshot:
         return self._by_pid[pid].marker if pid in self._by_pid else None
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
-        """Return the processes by the value of their marker variable, oldest first. If `uid` is given, return only this user's."""
+        """Return the processes grouped by the value of their marker variable, oldest first. If `uid` is given, return only that user's."""
         return {
             value: sorted(
                 (process.identity for process in members), key=lambda identity: (identity.start_time, identity.pid)
@@ -352,12 +349,12 @@ class Snapshot:
         apart: Collection[ProcessIdentity] = (),
         also: Collection[ProcessIdentity] = (),
     ) -> list[ProcessIdentity]:
-        """Return the processes of the tree, oldest first. If `root` is None, the tree begins at the processes of `marker` and `also`.
+        """Return the tree's processes, oldest first. If `root` is None, the tree starts from processes with `marker` and those in `also`.
 
-        If the root has exited, another process might have its pid. Therefore, marked processes and members of the root's session count only
-        if they belong to `uid`, or to the user of the live root if `uid` is None. `apart` has the roots of other trees, which are left out
-        together with all processes that are only below them. `also` has processes that were seen in this tree before, which always belong
-        to it.
+        If the root has exited, another process might have its pid. Therefore, marked processes and members of the root's session are
+        included only if they belong to `uid`, or to the live root's user if `uid` is None. `apart` lists the roots of other trees, which
+        are left out along with all processes that are only below them. `also` lists processes seen in this tree before, which are always
+        included.
         """
         if root is not None and root.boot_id != self._boot:
             return []
@@ -381,7 +378,7 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Return whether the process is `root` or a descendant of it, but not through one of `others`. Raises PermissionError."""
+    """Return whether the process is `root` or a descendant of it, with none of `others` in between. Raises PermissionError."""
     for _ in range(_DEEPEST):
         if pid == root.pid:
             return is_alive(root)
@@ -395,10 +392,7 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
 
 
 def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Read all processes, and the variable `marker_name` of the users in `uids`, or of all users if that is None.
-
-    Blocks. Raises OSError.
-    """
+    """Take a snapshot of all processes, and of the variable `marker_name` in those of `uids` (None for all). Blocks. Raises OSError."""
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
     # Every suspend and resume waits for this, so create no objects for paths and files, and read each file only once.
@@ -408,7 +402,7 @@ def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *,
 
 
 class _Markers:
-    """Reads a variable from the environments of processes in one scan. It reads a limited number of bytes for each user."""
+    """A reader for one variable in processes' environments, used for a single scan. It reads a limited number of bytes per user."""
 
     def __init__(self, name: bytes, uids: Collection[int] | None) -> None:
         self._name = name
@@ -455,7 +449,7 @@ _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Return whether the process maps a file whose path satisfies `fits`. Return `unreadable` if its maps cannot be read. Blocks."""
+    """Return whether the process maps a file whose path satisfies `fits`, or `unreadable` if its maps cannot be read. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -465,7 +459,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a file open whose path satisfies `fits`. Return True if it has 65,536 or more descriptors. Blocks."""
+    """Return whether the process has a file open whose path satisfies `fits`, or has 65,536 or more descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:
@@ -496,7 +490,7 @@ _OPTIONS_WITH_VALUE: Final = frozenset({"-X", "-W"})
 
 
 def find_ipykernel(argv: Sequence[str]) -> int | None:
-    """Return the position of the `-m` that starts ipykernel, or None if another program runs."""
+    """Return the position of the `-m` that starts ipykernel, or None if the command runs another program."""
     position = 1
     while position < len(argv) and argv[position].startswith("-"):
         if argv[position] == "-m":

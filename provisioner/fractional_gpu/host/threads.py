@@ -1,7 +1,7 @@
-"""Threads that start before they are needed, because a user's process limit includes threads and can be reached at any time.
+"""Starts threads before they are needed, because threads count towards the user's process limit, which can be reached at any time.
 
-The thread pool of the standard library starts a thread when work arrives. If the system refuses the thread, the caller gets RuntimeError,
-although the work is queued and can still run later.
+The standard library's thread pool starts threads as work arrives. If the system refuses to start one, the caller gets RuntimeError even
+though the work is queued and can still run later.
 """
 
 import errno
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class StartedThreads(ThreadPoolExecutor):
-    """A thread pool that immediately starts all its `count` threads. Raises OSError if the system allows no more threads."""
+    """A thread pool that starts all `count` threads immediately. Raises OSError if the system allows no more threads."""
 
     def __init__(self, count: int, name: str) -> None:
         super().__init__(max_workers=count, thread_name_prefix=name)

@@ -1,7 +1,7 @@
-"""A pipe that wakes a waiting main thread when a signal arrives, because the C-level signal handler writes to it.
+"""Wakes a waiting main thread when a signal arrives, through a pipe that the C-level signal handler writes to.
 
-A Python signal handler runs between two instructions, so a signal just before a blocking call is not handled until the call ends. The pipe
-becomes readable as soon as the signal arrives, so `select` returns.
+Python signal handlers run between bytecode instructions, so a signal that arrives just before a blocking call is not handled until the call
+ends. The pipe becomes readable as soon as the signal arrives, so `select` returns.
 """
 
 import os
@@ -15,7 +15,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Install these signal handlers during the block. Use this only in the main thread."""
+    """Install these signal handlers for the duration of the block. Use this only in the main thread."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -40,7 +40,7 @@ def signal_pipe() -> Iterator[int]:
 
 
 def drain(source: int) -> None:
-    """Empty the pipe, so that it becomes readable again only on a new signal."""
+    """Empty the pipe, so that it becomes readable again only when a new signal arrives."""
     with suppress(BlockingIOError):
         while os.read(source, 4096):
             pass

@@ -1,10 +1,10 @@
-"""Finds the Slurm job or Kubernetes pod of a process by the process's control group, and the memory limit of that group.
+"""Finds the Slurm job or Kubernetes pod a process belongs to, based on its control group, and checks that group's memory limit.
 
-Only root and the engine's daemons move processes into these groups, and a process cannot leave its group, so the group is proof. Paths must
-start at the root of the hierarchy, because the same name further down, in a group that is delegated to a user, proves nothing. We recognise
-the groups of Slurm in version 1 (`/slurm/uid_1000/job_12/step_0` or `/slurm_NODE/...`) and version 2
-(`/system.slice/slurmstepd.scope/job_12/...`). We also recognise the groups of Kubernetes with the systemd and cgroupfs drivers, including
-those in kind. A reader in a separate control group namespace sees the groups above its own as `/..`.
+Only root and the engine's daemons can move processes into these groups, and a process cannot leave its group, so the group can be trusted.
+Paths must start at the root of the hierarchy, because the same name further down, in a group delegated to a user, proves nothing. We
+recognise Slurm groups in control group versions 1 (`/slurm/uid_1000/job_12/step_0` or `/slurm_NODE/...`) and 2
+(`/system.slice/slurmstepd.scope/job_12/...`). We also recognise Kubernetes groups with the systemd and cgroupfs drivers, including those in
+kind. A reader in a separate control group namespace sees each level above its own group as `/..`.
 """
 
 import re
@@ -52,12 +52,12 @@ _PLACES: Final = {
     ),
 }
 BASE_MIB: Final = 1024
-"""The host memory, in MiB, that a kernel uses for Python, a framework and the driver, before any device memory is saved."""
+"""The host memory in MiB that a kernel uses for Python, a framework and the driver, before any device memory is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A job or pod. `group` is the path of its control group from the root of the hierarchy, or "" if the reader cannot see that."""
+    """A job or pod. `group` is its control group's path from the root of the hierarchy, or "" if the reader cannot see it."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # the job's number, or the pod's UID with dashes
@@ -87,7 +87,7 @@ def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
 
 
 def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
-    """Return the name of our job or pod, or "". If the control groups are hidden, use the engine's environment variables. Never raises."""
+    """Return the name of our job or pod, or "". If control groups are hidden, rely on the engine's environment variables. Never raises."""
     try:
         found = parse_workload((proc / "self" / "cgroup").read_bytes())
     except OSError:
@@ -100,7 +100,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Return whether this process serves the whole host, not just a pod. Process 1 of a pod has the same control group. Raises OSError."""
+    """Return whether this process serves the whole host, not just a pod. In a pod, it shares process 1's control group. Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 
@@ -117,7 +117,7 @@ def _of_path(path: str) -> Workload | None:
 
 
 def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
-    """Return the path of the workload's control group, or "" if it is in no hierarchy that is mounted as a whole. Raises OSError."""
+    """Return the path of the workload's control group, or "" if no fully mounted hierarchy contains it. Raises OSError."""
     forms = [place.format(id=workload_id, id_=workload_id.replace("-", "_")) for place in _PLACES.get(engine, ())]
     for mount in mounts(proc=proc):
         if mount.root != ROOT:
@@ -132,17 +132,14 @@ def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
 
 
 def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
-    """Return whether this group exists in a hierarchy, or None if it is outside the mounted parts of all hierarchies. Raises OSError."""
+    """Return whether this group exists in any hierarchy, or None if it is outside the mounted parts of all of them. Raises OSError."""
     folders = [mount.folder(PurePosixPath(group)) for mount in mounts(proc=proc)]
     shown = [folder.is_dir() for folder in folders if folder is not None]
     return any(shown) if shown else None
 
 
 def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) -> str:
-    """Return the reason why the group cannot hold a suspended kernel with `cap_mib` of device memory, or "".
-
-    Raises OSError or ValueError.
-    """
+    """Return why the group can't hold a suspended kernel with `cap_mib` of device memory, or "" if it can. Raises OSError or ValueError."""
     limit = group_limit(group, proc=proc)
     base_mib = max(BASE_MIB, group_used_mib(group, proc=proc))
     if limit is None or limit.mib >= base_mib + cap_mib:

@@ -1,9 +1,9 @@
 """Reads a kernelspec's `config` before its kernel starts, and finds out whether the kernel is ipykernel and can load our extension.
 
-`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. The extension makes cells wait for the GPU. The kernel's
-interpreter itself reports whether it can import the extension, because a wrong guess would let the kernel use the GPU without waiting. A
-module with one of our names is ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's
-folder), or if msgspec is missing or too old, the kernel starts without the extension and tells the user so.
+The extension makes cells wait for the GPU. To load it, `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. We
+ask the kernel's own interpreter whether it can import the extension, because a wrong guess would let the kernel use the GPU without
+waiting. A module with one of our names is ours only if its source contains `MARK`. If another module has that name (on `PYTHONPATH` or in
+the notebook's folder), or if msgspec is missing or too old, the kernel starts without the extension and tells the user so.
 """
 
 import json
@@ -26,7 +26,7 @@ from fractional_gpu.protocol.names import msgspec_problem
 _OURS = ("fractional_gpu_kernel", "fractional_gpu")
 _NAMES = (*_OURS, "msgspec")
 MARK = '__distribution__ = "jupyter-fractional-gpu"'
-"""The line in the `__init__.py` of each of our packages that distinguishes it from another package of the same name."""
+"""The line in each of our packages' `__init__.py` that distinguishes it from other packages of the same name."""
 
 _ANSWER = "jupyter-fractional-gpu found "  # distinguishes the answer from output of a sitecustomize
 # Prints the file of each name and whether its source has the mark (or null if there is no such module). It then prints the file and the
@@ -81,7 +81,7 @@ _answers: dict[tuple[object, ...], _Modules] = {}
 class KernelPlan:
     """How to start a kernel, and whether the extension will load and make its cells wait for the GPU (`gated`).
 
-    `obstacle` explains why an installed extension cannot load, and what to do.
+    `obstacle` explains why an installed extension cannot load, and what to do about it.
     """
 
     gated: bool
@@ -95,7 +95,7 @@ class KernelPlan:
 def plan_kernel(
     argv: Sequence[str], environment: Mapping[str, str], folder: str, language: str = "python"
 ) -> KernelPlan:
-    """Find out whether the kernel that `argv` starts can load the extension. This may run the kernel's interpreter. Never raises."""
+    """Find out whether the kernel started by `argv` can load the extension. This may run the kernel's interpreter. Never raises."""
     position = find_ipykernel(argv)
     if position is None:
         hidden = argv and language.lower() == "python"
@@ -149,7 +149,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Return whether the `known` modules still exist, and no other module of the same name would be imported instead of one of them."""
+    """Return whether the `known` modules still exist and would not be shadowed by other modules of the same names."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return all(
         module is not None
@@ -215,10 +215,9 @@ def check_pool_name(name: object) -> str:
 def parse_kernel_config(
     stanza: Mapping[str, object], *, default_pool: str, default_fraction: str
 ) -> tuple[LeaseRequest, str | None]:
-    """Return the lease request from a kernelspec's `config`, and the simulated devices for a broker that is started for the kernel.
+    """Return the lease request from a kernelspec's `config`, and the simulated devices for any broker started for it.
 
-    The simulated devices are None if the broker should use real devices. Raises BadRequestError with the key, its value and what is
-    allowed.
+    The devices are None if the broker should use real ones. Raises BadRequestError, naming the key, its value and what is allowed.
     """
     for key in stanza:
         if key not in CONFIG_KEYS:
@@ -267,7 +266,7 @@ def _whole_number(key: str, value: object, allowed: range, more: str = "") -> in
 
 
 def _scalar(value: object) -> str | float:
-    """Return a text or a number unchanged. Convert any other value to text, so that the parser's error shows it."""
+    """Return strings and numbers unchanged. Convert any other value to a string, so that the parser's error shows it."""
     return value if isinstance(value, (str, int, float)) else repr(value)[:_SHOWN]
 
 

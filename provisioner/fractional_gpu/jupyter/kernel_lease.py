@@ -1,8 +1,9 @@
-"""The lease that a provisioner holds for its kernel, with its token file: how to take it, keep it over restarts, and release it.
+"""Takes the lease a provisioner holds for its kernel, keeps it across restarts and releases it, along with its token file.
 
-Every call blocks, so run it in a thread. A call that fails halfway leaves no lease and no token file. The lease of a killed server expires
-in the broker. A kernel without our extension must know its device before its process starts, so each new process gets a new lease. If the
-broker dies during a call, the call restarts the broker and repeats the request once, but releasing a lease starts no broker.
+Every call blocks, so run it in a thread. A call that fails halfway leaves neither a lease nor a token file behind. If a server is killed,
+the broker lets its leases expire. A kernel without our extension must know its device before its process starts, so each new process gets a
+new lease. If the broker dies during a call, the call restarts the broker and repeats the request once. Releasing a lease never starts a
+broker.
 """
 
 import contextlib
@@ -100,22 +101,22 @@ class KernelLease:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process might be blocked in a GPU call, because such a call ignores interrupts."""
+        """Resume the lease if its process might be blocked in a GPU call, because blocked calls ignore interrupts."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
 
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
-    """Take a new lease from the broker. If no broker is running, start one with the simulated devices `simulate`, if given.
+    """Take a new lease from the broker. If no broker is running, start one, with the simulated devices `simulate` if given.
 
-    `timeout_s` limits the start and each call. Raises the protocol's errors, such as ConflictError if the broker has real devices although
-    simulated devices were requested.
+    `timeout_s` limits the start and each call. Raises the protocol's errors, such as ConflictError if simulated devices were requested but
+    the broker has real ones.
     """
     return _retry_once(lambda: _take(request, timeout_s, simulate))
 
 
 def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
-    """If no broker is running, start one in a thread, so that `take_lease` waits less. `take_lease` reports any failure."""
+    """If no broker is running, start one in a thread, to shorten the wait in `take_lease`, which also reports any failure."""
 
     def start() -> None:
         with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
@@ -185,9 +186,9 @@ def renew_lease(
 
 
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:
-    """Restore the lease from `to_info`. Raises FractionalGPUError if it has ended or belongs to another user.
+    """Restore the lease from the result of `to_info`. Raises FractionalGPUError if it has ended or belongs to another user.
 
-    Without the token file, requests carry no token, and the kernel's next process gets a new lease.
+    If the token file is missing, requests carry no token, and the kernel's next process gets a new lease.
     """
     path = Path(info["token_file"])
     try:
@@ -223,9 +224,9 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the text as a lease's label. If an AI agent runs this process, add the agent's name.
+    """Return the text as a valid lease label. If an AI agent runs this process, add the agent's name.
 
-    A long label is cut at the beginning, since a path ends with the name of the file. Invalid characters become question marks.
+    Long labels are cut at the start, so that a path keeps its file name. Invalid characters become question marks.
     """
     agent = environment.get("JUPYTER_GPU_AGENT", "")
     text = f"{text} (agent {agent})" if agent else text
@@ -255,7 +256,7 @@ def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str],
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the lease, and without the variables of any lease under which this server itself runs."""
+    """Return the environment with the lease's variables, which replace those of any lease the server itself runs under."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):

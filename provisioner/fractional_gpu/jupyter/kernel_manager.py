@@ -1,11 +1,11 @@
-"""A kernel manager that leaves fractional kernels running when the server stops, and takes them over when it starts again.
+"""Provides a kernel manager that leaves fractional kernels running when the server stops, and takes them over when it restarts.
 
     c.ServerApp.kernel_manager_class = "fractional_gpu.KeepingKernelManager"
     c.SessionManager.database_filepath = "/home/me/.local/share/jupyter/sessions.sqlite"   # so that notebooks find their kernels
 
-Only the kernels of our provisioner are kept. A kernel ends if its user shuts it down, or if its server died while starting it. A server
-takes over the kernels of its root folder that no other server has. Whatever stops the server must not kill its children (in systemd, set
-`KillMode=process`).
+Only our provisioner's kernels are kept. A kernel still ends if its user shuts it down, or if its server died while starting it. A server
+takes over kernels left by servers with the same root folder, unless another server already has them. Whatever stops the server must not
+kill its child processes (in systemd, set `KillMode=process`).
 """
 
 import os
@@ -67,9 +67,9 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         self.log.info("Leaving kernel %s running for the next server", kernel_id)
 
     def _take_over(self, record: RecordFile) -> None:
-        """Take over the kernel of a record that an earlier server left.
+        """Take over the kernel described in a record left behind by an earlier server.
 
-        If the kernel has ended, remove the record. If its launch was not finished, end the kernel and remove the record.
+        If the kernel has ended, remove the record. If its launch was never finished, end the kernel and remove the record.
         """
         try:
             content = record.read()
@@ -100,7 +100,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             self._register(kernel_id, manager)
 
     def _end_unfinished_launch(self, lease: Mapping[str, Any], record: RecordFile) -> None:
-        """End a kernel whose server died while starting it. No client knows this kernel, and its connection is unknown."""
+        """End a kernel whose server died while starting it. No client knows about this kernel, and we do not know its connection."""
         pids = kill_marked("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
         self.log.info(
             "An earlier server died while starting a kernel; killed the kernel's processes: %s", pids or "none yet"

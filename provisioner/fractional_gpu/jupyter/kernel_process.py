@@ -1,4 +1,4 @@
-"""The process of a kernel as its server sees it, and the kernel's ports. The process is a child, or was adopted from an earlier server."""
+"""Manages a kernel's process, which is a child of the server or was adopted from an earlier server, and the kernel's ports."""
 
 import errno
 import functools
@@ -26,7 +26,7 @@ class ProcessGoneError(Exception):
 
 
 def identity_of(pid: int) -> dict[str, Any]:
-    """Return the pid, the start_time (in clock ticks since boot) and the boot_id of a process. Raises ProcessGoneError."""
+    """Return a process's pid, start_time (in clock ticks since boot) and boot_id. Raises ProcessGoneError."""
     try:
         return own_identity(pid, identify).to_dict()
     except OSError as error:
@@ -41,7 +41,7 @@ def working_folder(pid: int) -> Path:
 
 
 class AdoptedProcess:
-    """A process that is not our child. It has the methods of `subprocess.Popen` that jupyter_client uses."""
+    """A process that is not our child. It has the `subprocess.Popen` methods jupyter_client uses."""
 
     stdin = stdout = stderr = None
 
@@ -132,7 +132,7 @@ class KernelPorts:
         LocalPortCache.instance().currently_used_ports.update(self._held)
 
     def pause(self) -> None:
-        """Stop holding the ports until the kernel's next launch, which uses them again."""
+        """Stop holding the ports until the kernel's next launch, which reuses them."""
         for port, holder in self._held.items():
             if holder is not None:
                 holder.close()
@@ -194,7 +194,7 @@ def _bound(ip: str, port: int) -> socket.socket:
 
 @functools.cache
 def _can_listen_on_held(ip: str) -> bool:
-    """Return whether a kernel can listen on a held port. Some systems that resemble Linux, such as gVisor, do not allow this."""
+    """Return whether a kernel can listen on a held port. Some Linux-like systems, such as gVisor, do not allow this."""
     with _bound(ip, 0) as holder:
         try:
             with _bound(ip, holder.getsockname()[1]) as listener:

@@ -1,8 +1,8 @@
-"""Records of kernels that outlive their server. The next server uses them to take over the kernels (see `kernel_manager`).
+"""Keeps records of kernels that outlive their server, so that the next server can take them over (see `kernel_manager`).
 
-Each kernel has a private file with the key of its connection and the path of its lease's token. The server that has a kernel holds a lock
-on its record. Rewriting a record creates a new file, which is locked before it takes the name. Before a process starts, its record names
-only the lease; after the process is attached, the record is rewritten. If the server dies in between, the next server ends the kernel.
+Each kernel has a private file with its connection key and the path of its lease's token. The server that manages a kernel holds a lock on
+its record. Rewriting a record creates a new file, which is locked before it is renamed into place. Before a process starts, its record
+names only the lease; once the process is attached, the record is rewritten. If the server dies in between, the next server ends the kernel.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ class RecordFile:
 
     @classmethod
     def create(cls, kernel_id: str) -> "RecordFile | None":
-        """Create or open the record and lock it. Return None if another server has the record. Raises OSError or ValueError."""
+        """Create or open the record and lock it. Return None if another server has locked the record. Raises OSError or ValueError."""
         if not _NAME.fullmatch(kernel_id):
             raise ValueError(f"kernel id {kernel_id[:80]!r} cannot be used as a file name")
         return cls.open(_folder() / f"{kernel_id}.json", os.O_CREAT)
@@ -60,7 +60,7 @@ class RecordFile:
             self.write(self.read())
 
     def read(self) -> dict[str, Any]:
-        """Return the content. Raises ValueError if it was not written completely."""
+        """Return the content. Raises ValueError if it is incomplete."""
         line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")
         content = json.loads(line)
         if not isinstance(content, dict):

@@ -1,10 +1,10 @@
-"""Kernelspecs for fractions. Each pool and fraction has a launcher entry, such as "Python 3 · 1/4 GPU".
+"""Manages kernelspecs for fractions of a GPU. Each pool and fraction has its own launcher entry, such as "Python 3 · 1/4 GPU".
 
-Each kernelspec is copied from a base kernelspec together with its metadata (such as `supported_encryption`), because some servers refuse a
-kernelspec without this metadata. A mark in the metadata, never the name alone, shows which folders are ours. A new folder appears
-atomically, and replaces only one of our folders for the same base, pool and fraction. With `launcher`, the command of the kernelspec takes
-the lease, for programs that ignore provisioners. Such a kernelspec names the local provisioner, so that Jupyter servers do not take a
-second lease.
+Each kernelspec is copied from a base kernelspec, including its metadata (such as `supported_encryption`), because some servers reject
+kernelspecs without this metadata. A mark in the metadata, never just the name, shows which folders are ours. A new folder appears
+atomically and replaces only a folder of ours for the same base, pool and fraction. With `launcher`, the kernelspec's command takes the
+lease, for programs that ignore provisioners. Such a kernelspec names the local provisioner, so that Jupyter servers do not take a second
+lease.
 """
 
 import json
@@ -44,8 +44,8 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # ra
 class InstalledSpec:
     """One of our kernelspecs, made from `base`.
 
-    `gated` means that the extension will load. `launcher` means that the command takes the lease. `shadowed_by` is the folder that Jupyter
-    uses instead of this one.
+    `gated` means that the extension will load. `launcher` means that the command takes the lease. `shadowed_by` is the folder Jupyter uses
+    instead of this one.
     """
 
     name: str
@@ -68,7 +68,7 @@ class InstalledSpec:
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
-    """Return the kernelspec's name. Jupyter ignores its case. Raises BadRequestError."""
+    """Return the kernelspec's name. Jupyter ignores case in names. Raises BadRequestError."""
     if isinstance(fraction_milli, bool) or not isinstance(fraction_milli, int) or not 1 <= fraction_milli <= 1000:
         raise BadRequestError(f"fraction {fraction_milli!r} is out of range; expected 1 to 1000 thousandths of a GPU")
     name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{fraction_milli}"
@@ -91,12 +91,12 @@ def install(
 ) -> list[InstalledSpec]:
     """Install one kernelspec for each fraction (in milli-GPU), replacing earlier ones.
 
-    `simulate` describes the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel. `name` and `display_name`
-    replace the generated names, and are allowed only for a single fraction. The kernelspecs are installed into `directory`, by default the
-    environment's own.
+    `simulate` describes the simulated devices (COUNTxMEMORY) of any broker started for such a kernel. `name` and `display_name` replace the
+    generated names, and are allowed only for a single fraction. The kernelspecs are installed into `directory`, which defaults to the
+    environment's kernelspec folder.
 
-    Raises BadRequestError if arguments contradict each other, NotFoundError if there is no such base, and FractionalGPUError if the folder
-    cannot be written to or holds another kernelspec.
+    Raises BadRequestError if arguments contradict each other, NotFoundError if the base does not exist, and FractionalGPUError if the
+    folder cannot be written to or contains a different kernelspec.
     """
     if display_name is not None and (
         not display_name.strip() or not display_name.isprintable() or len(display_name) > MAX_NAME
@@ -132,7 +132,7 @@ def install(
 
 
 def list_installed(directory: str | None = None) -> list[InstalledSpec]:
-    """Return our kernelspecs in the directory, or wherever Jupyter looks. Include shadowed ones."""
+    """Return our kernelspecs in the directory, or everywhere Jupyter looks, including shadowed ones."""
     # Like Jupyter, `os.path` ignores a folder that this user may not enter. `Path` raises an error in some Python versions.
     looked_at = [place for place in jupyter_path("kernels") if os.path.isdir(place)]  # noqa: PTH112 - as above
     places = [Path(place).absolute() for place in ([directory] if directory is not None else looked_at)]
@@ -151,9 +151,9 @@ def plan_of(spec: InstalledSpec) -> KernelPlan:
 
 
 def remove(names: Sequence[str] | None = None, *, directory: str | None = None) -> list[InstalledSpec]:
-    """Remove our kernelspecs with these names, or all of them for None, even shadowed ones. Return what was removed.
+    """Remove our kernelspecs with these names (None for all), even shadowed ones, and return those that were removed.
 
-    Raises NotFoundError, before anything is removed, for a name that is not ours. Raises FractionalGPUError for other failures.
+    Raises NotFoundError before removing anything if a name is not one of ours, and FractionalGPUError for other failures.
     """
     ours = list_installed(directory)
     there = list(dict.fromkeys(spec.name for spec in ours))
@@ -180,9 +180,9 @@ def delete_folder(folder: Path) -> None:
 
 
 class SeatKernelSpecManager(KernelSpecManager):
-    """Hides our kernelspecs that need more than the server's seat, or all of them if the server has no seat.
+    """A kernelspec manager that hides our kernelspecs if they exceed the server's seat, or if the server has no seat.
 
-    Pass the class to `--ServerApp.kernel_spec_manager_class`. The broker still decides what a kernel gets.
+    Pass this class to `--ServerApp.kernel_spec_manager_class`. The broker still decides what a kernel gets.
     """
 
     def find_kernel_specs(self) -> dict[str, str]:
@@ -324,10 +324,7 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
-    """Return whether the folder has our kernelspec for this base, pool and fraction.
-
-    Raises FractionalGPUError if it has another kernelspec.
-    """
+    """Return whether the folder holds our kernelspec for this base, pool and fraction. Raises FractionalGPUError if it holds another."""
     if not os.path.lexists(folder):
         return False
     before = _read_ours(folder)
@@ -345,7 +342,7 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that Jupyter uses instead of this one for the same name, or None. `seen` has all kernelspecs that Jupyter finds."""
+    """Return the folder Jupyter uses instead of this one for the same name, or None. `seen` contains all kernelspecs Jupyter finds."""
     seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
     found = seen.get(folder.name.lower())
     return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)

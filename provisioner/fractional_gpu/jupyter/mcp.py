@@ -1,8 +1,8 @@
-"""Tools for AI agents over MCP. They are thin functions over the broker's client, and jupyter-server-mcp finds them by their entry points.
+"""MCP tools for AI agents. They are thin wrappers around the broker's client, and jupyter-server-mcp finds them through entry points.
 
-Memory is in MiB and time in seconds. A tool that fails raises an error whose text is JSON with `code`, `reason`, and a `message` that says
-what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all tools and the error codes. The tools act as the user of the
-Jupyter server, and their reservations end with the server.
+Tools take memory in MiB and times in seconds. When a tool fails, it raises an error whose text is JSON with `code`, `reason`, and a
+`message` that says what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all tools and the error codes. The tools act as
+the user who runs the Jupyter server, and their reservations end when the server exits.
 """
 
 import json
@@ -30,7 +30,7 @@ Answer = dict[str, Any]
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Room that is reserved for this user's programs. Start these programs with `environment`, which binds them to the device."""
+    """GPU memory reserved for this user's programs. Start the programs with `environment`, which binds them to the device."""
 
     lease_id: str
     device_id: str
@@ -39,21 +39,21 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The present state of a lease, with its measured use and advice on its share, and the reasons for everything that happened to it."""
+    """The current state of a lease, with its measured use, advice on its share, and the reasons for everything that has happened to it."""
 
     lease: status.LeaseStatus
     story: list[status.StoryLine]
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a lease and its user have used, and what is left of the budgets that this user may see."""
+    """What a lease and its user have used, and what is left in the budgets this user may see."""
 
     cost: accounts.Cost
     budgets: list[accounts.BudgetStatus]
 
 
 TOOLS: dict[str, tuple[Callable[..., Any], type[msgspec.Struct], bool]] = {}
-"""The tools by name, each with its function, its return type, and whether it only reads."""
+"""Maps each tool's name to its function, its return type, and whether it is read-only."""
 
 
 def tool(
@@ -77,7 +77,7 @@ def tool(
 
 
 def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awaitable[Answer]]:
-    """Make a tool that waits run in a separate thread. The server has few threads, and must not wait for this one when it exits."""
+    """Make a blocking tool run in its own thread. The server has few threads, and must not wait for this one when it exits."""
 
     @wraps(function)
     async def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:
@@ -88,7 +88,7 @@ def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awai
 
 
 def _failure() -> type[Exception]:
-    """Return the exception class whose text servers show to agents. They hide the text of other exceptions."""
+    """Return the exception class whose text servers show to agents. The text of other exceptions is hidden."""
     from fastmcp.exceptions import ToolError  # noqa: PLC0415 - only servers for agents have this package
 
     kind: type[Exception] = ToolError
@@ -102,7 +102,7 @@ def _client() -> BrokerClient:
 
 @tool(status.HostStatus, reads=True)
 def gpu_status() -> status.HostStatus:
-    """Show the GPUs, their free memory, and who holds or waits for GPU memory. Begin here, because this lists the ids of your leases."""
+    """Show the GPUs, their free memory, and who holds or is waiting for GPU memory. Start here to find the ids of your leases."""
     with _client() as client:
         return client.status(fresh=True)
 
@@ -110,11 +110,11 @@ def gpu_status() -> status.HostStatus:
 @waiting
 @tool(Reservation)
 def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: str = "") -> Reservation:
-    """Reserve GPU memory for programs that you start yourself, waiting up to `wait_s` seconds for room. Release it when you are done.
+    """Reserve GPU memory for programs you start yourself, waiting up to `wait_s` seconds for room. Release it when you are done.
 
-    The reservation ends after `seconds`, or when the Jupyter server ends. Start programs with the returned environment. Notebook kernels
-    need no reservation, since they have their own share. `agent` is your name, which is shown to people. Fails with `no-room` if there is
-    no room in time.
+    The reservation ends after `seconds`, or when the Jupyter server exits. Start your programs with the returned environment. Notebook
+    kernels need no reservation, since they have their own share. `agent` is your name, which is shown to people. Fails with `no-room` if no
+    room becomes available in time.
     """
     request = messages.LeaseRequest(
         fraction_milli=0, memory_mib=memory_mib, ttl_ms=seconds * 1000, holder_pid=os.getpid(), label=agent or "agent"
@@ -158,7 +158,7 @@ def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
 
 @tool(messages.Done)
 def gpu_release(lease_id: str) -> messages.Done:
-    """End a reservation, so that others can use its memory. Does nothing if it has ended. Other leases end with their programs."""
+    """End a reservation to free its memory for others. Does nothing if it has already ended. Other leases end when their programs exit."""
     with _client() as client, suppress(errors.NotFoundError):
         if (kind := client.lease(lease_id).kind) != messages.CLAIM:
             raise errors.ConflictError(f"this lease is a {kind}'s: end the {kind} instead", reason=kind)
@@ -169,7 +169,7 @@ def gpu_release(lease_id: str) -> messages.Done:
 @waiting
 @tool(status.LeaseStatus)
 def gpu_resize(lease_id: str, memory_mib: int, wait_s: int = 60) -> status.LeaseStatus:
-    """Change how much GPU memory a kernel may use. Its variables are kept. Fails if what the kernel uses does not fit."""
+    """Change how much GPU memory a kernel may use. The kernel keeps its variables. Fails if its current memory use does not fit."""
     request = messages.ResizeRequest(memory_mib=memory_mib, wait_ms=min(max(wait_s, 0), _LONGEST_WAIT_S) * 1000)
     with _client() as client:
         return client.resize(lease_id, request)
@@ -177,25 +177,25 @@ def gpu_resize(lease_id: str, memory_mib: int, wait_s: int = 60) -> status.Lease
 
 @tool(Explanation, reads=True)
 def gpu_explain(lease_id: str) -> Explanation:
-    """Explain a lease: what it uses, whether its share fits, why it waits or was suspended, and what happened to it before."""
+    """Explain a lease: what it uses, whether its share is the right size, why it is waiting or was suspended, and what happened before."""
     with _client() as client:
         return Explanation(lease=client.lease(lease_id, fresh=True), story=client.story(lease_id).lines)
 
 
 @tool(Costs, reads=True)
 def gpu_cost(lease_id: str) -> Costs:
-    """Show what a lease and its user have used, what this cost, and what is left of the budgets."""
+    """Show what a lease and its user have used, what it cost, and what is left in the budgets."""
     with _client() as client:
         return Costs(cost=client.cost(lease_id), budgets=client.budgets().budgets)
 
 
 def tool_names() -> list[str]:
-    """Return the tools as `module:function`, for the entry point `jupyter_server_mcp.tools`."""
+    """Return the tools' names in the form `module:function`, for the entry point `jupyter_server_mcp.tools`."""
     return [f"{__name__}:{name}" for name in TOOLS]
 
 
 def middleware() -> Any:  # noqa: ANN401 - fastmcp's
-    """Return the middleware that marks the read-only tools and gives each tool its schema.
+    """Return middleware that marks read-only tools and gives each tool its schema.
 
     jupyter-server-mcp calls this function through the entry point `jupyter_server_mcp.middleware`.
     """
@@ -222,7 +222,7 @@ def _schema(answer: type[msgspec.Struct]) -> Answer:
 
 
 def schemas() -> Answer:
-    """Return what agents rely on: the JSON schema of each tool's answer, and the error codes."""
+    """Return the interface agents rely on: the JSON schema of each tool's answer, and the error codes."""
     return {
         "version": 1,
         "tools": {name: _schema(answer) for name, (_, answer, _) in TOOLS.items()},

@@ -1,4 +1,4 @@
-"""Keeps the wait for the GPU out of the cell timeout of programs that run notebooks with nbclient."""
+"""Stops time spent waiting for the GPU from counting towards the cell timeout of programs that run notebooks with nbclient."""
 
 import asyncio
 from typing import Any
@@ -8,10 +8,10 @@ from fractional_gpu.client.discovery import socket_path
 
 
 def wait_before_cells(notebook_client: Any) -> None:  # noqa: ANN401 - nbclient's NotebookClient, which not everybody installs
-    """Make an nbclient client wait for the GPU before it sends a cell, so that the cell's `timeout` does not include the wait.
+    """Make an nbclient client wait for the GPU before it sends a cell, so that the wait does not count towards the cell's `timeout`.
 
-    Each wait lasts up to an hour, and cancelling `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease.
-    An earlier `on_cell_execute` hook is called first. Raises the protocol's errors, such as ConflictError if the GPU is refused.
+    Each wait lasts up to an hour, or until `async_execute` is cancelled. Cells with `%%cpu` and kernels without a lease do not wait. Any
+    existing `on_cell_execute` hook is called first. The new hook raises the protocol's errors, such as ConflictError if the GPU is refused.
     """
     earlier = notebook_client.on_cell_execute
 

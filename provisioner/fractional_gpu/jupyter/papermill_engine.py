@@ -1,4 +1,4 @@
-"""The engine for papermill's `--engine fractional-gpu`. Its execution timeout does not include the wait for the GPU."""
+"""The engine behind papermill's `--engine fractional-gpu`. Waiting for the GPU does not count towards its execution timeout."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ class FractionalGPUEngine(NBClientEngine):  # type: ignore[misc] # not installed
         wait_before_cells(waits)
 
         class Known(AsyncKernelManager):
-            """A kernel manager that makes itself known to the hook, because papermill calls the hook without the manager."""
+            """A kernel manager that registers itself with the hook, because papermill does not pass the manager to the hook."""
 
             def __init__(self, **options: Any) -> None:  # noqa: ANN401 - traits
                 super().__init__(**options)

@@ -1,12 +1,12 @@
 """A jupyter_client provisioner that starts kernels with a lease on a fraction of a GPU.
 
 - The event loop never waits for the broker. All calls to the broker run in threads (see `fractional_gpu.client.threads`).
-- A first start fails with one sentence, which JupyterLab shows in a dialog. A *re*start never fails because of the GPU, since Jupyter
-  would then list the kernel as idle forever. Instead, the kernel starts without a GPU, and its first cell says why.
-- The process is attached to its lease before jupyter_client watches it, so nothing restarts it if attaching fails at a first start.
-- jupyter_client may call `cleanup` twice, or never, so the broker itself watches for the end of processes.
-- As the default provisioner, it also starts kernelspecs that name no provisioner. If there is no broker, it then starts them like the
-  local provisioner.
+- If a kernel's first start fails, JupyterLab shows the one-sentence error in a dialog. A *re*start never fails because of the GPU, since
+  Jupyter would then list the kernel as idle forever. Instead, the kernel starts without a GPU, and its first cell explains why.
+- The process is attached to its lease before jupyter_client starts watching it, so it is not restarted if attaching fails on a first start.
+- jupyter_client may call `cleanup` twice, or never, so the broker watches for process exits itself.
+- As the default provisioner, it also starts kernels whose kernelspecs name no provisioner. If no broker is available and there is no GPU,
+  these start as they would with the local provisioner.
 """
 
 import os
@@ -54,9 +54,9 @@ _NVIDIA_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 class FractionalGPUProvisioner(LocalProvisioner):
-    """Starts the local kernel of a kernel manager with a lease.
+    """A provisioner that starts a kernel manager's local kernel with a GPU lease.
 
-    A kernelspec's `config` may have the keywords pool, fraction, memory, request, devices and priority.
+    A kernelspec's `config` may contain the keys pool, fraction, memory, request, devices and priority.
     """
 
     process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # has those parts of a Popen that we use
@@ -112,10 +112,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """A message for servers to show, or "".
-
-        It says why the kernel has no GPU or no extension, or how its last process ended.
-        """
+        """A message for servers to show, or "". It explains why the kernel has no GPU or no extension, or how its last process ended."""
         return self._notice
 
     @property
@@ -124,9 +121,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
-        """Check the kernelspec's `config`, take or renew the lease, and put it into the command and the environment.
+        """Check the kernelspec's `config`, take or renew the lease, and set up the command and the environment for it.
 
-        Raises FractionalGPUError. If this is cancelled, a lease without a process can remain until it expires in the broker.
+        Raises FractionalGPUError. If this call is cancelled, a lease without a process may remain in the broker until it expires.
         """
         asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)
@@ -169,9 +166,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return launch
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:  # noqa: ANN401 - see above
-        """Start the process and attach it to its lease. Cancellation kills the process.
+        """Start the process and attach it to its lease. Cancelling this call kills the process.
 
-        If the broker refuses the process at a first start, this raises FractionalGPUError. A restarted kernel then starts without a GPU.
+        If the broker refuses the process, a first start raises FractionalGPUError, but a restart launches the kernel without a GPU.
         """
         lease = self._launch_lease
         if lease is not None and self._should_keep:
@@ -195,17 +192,14 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Register a callback for when the manager gives up restarting a dead kernel.
-
-        A server may then forget the kernel without calling `cleanup`.
-        """
+        """Register a callback for when the manager gives up on a dead kernel, since servers may forget it without calling `cleanup`."""
         await super().post_launch(**kwargs)
         if not self._has_death_callback and self.parent is not None:
             self.parent.add_restart_callback(self._stop_after_deaths, "dead")
             self._has_death_callback = True
 
     def _stop_after_deaths(self) -> None:
-        """Release the lease of a kernel that died too often. If the user restarts the kernel, it takes a new lease."""
+        """Release the lease of a kernel that has died too often. If the user restarts the kernel, it gets a new lease."""
         self._ports.pause()
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -218,7 +212,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Could not release the GPU lease of kernel %s: %s", self.kernel_id, error)
 
     async def send_signal(self, signum: int) -> None:
-        """Send a signal to the process group. An interrupt also resumes a suspended kernel if a GPU call keeps it from reacting."""
+        """Send a signal to the process group. An interrupt also resumes a suspended kernel if it is stuck in a GPU call."""
         process = self.process
         if isinstance(process, AdoptedProcess) and process.poll() is not None:
             return  # another process may have the pid by now
@@ -246,19 +240,19 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._frozen_at_shutdown = await self._is_frozen()
 
     def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
-        """Return how many seconds a shutdown may take. A process whose exit may block on the GPU gets fewer seconds."""
+        """Return how many seconds to allow for a shutdown, which is less if the process might block on the GPU while exiting."""
         time_s = super().get_shutdown_wait_time(recommended)
         return min(time_s, _SHUTDOWN_FROZEN_S) if self._frozen_at_shutdown else time_s
 
     async def terminate(self, restart: bool = False) -> None:
-        """Send SIGTERM. Send SIGKILL instead if the process's suspended CUDA state would keep it from exiting."""
+        """Send SIGTERM, or SIGKILL if suspended CUDA state might keep the process from exiting."""
         if await self._is_frozen():
             await self.kill(restart=restart)
         else:
             await super().terminate(restart=restart)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """Detach the process for a restart, or else end the lease. If a call to the broker fails, log the error and do not raise it."""
+        """Detach the process before a restart; otherwise, end the lease. Errors from the broker are logged, not raised."""
         try:
             if not restart:
                 self._is_restart = False
@@ -282,7 +276,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return info
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over the lease that `get_provisioner_info` described, and the process if it still runs."""
+        """Take over the lease described by `get_provisioner_info`, and the process if it is still running."""
         await super().load_provisioner_info(provisioner_info)
         try:
             await in_thread(self._adopt, provisioner_info)
@@ -291,7 +285,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Could not take over kernel %s: %s", self.kernel_id, error)
 
     def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: RecordFile) -> None:
-        """Take over a kernel that an earlier server left, together with its record. Raises ProcessGoneError."""
+        """Take over a kernel left by an earlier server, along with its record. Raises ProcessGoneError."""
         self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
         self.connection_info = connection
         self.ports_cached = True  # the next process gets the same ports
@@ -300,7 +294,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
-        """Take over the process and the lease that the record describes. Raises ProcessGoneError."""
+        """Take over the process and the lease described by the record. Raises ProcessGoneError."""
         if (identity := info.get("gpu_process")) is not None:
             self.process = AdoptedProcess(identity)
         self._ports.adopt(self.connection_info)
@@ -316,7 +310,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._is_restart = True
 
     def _attach_adopted(self) -> None:
-        """Attach the adopted process for this server, if a broker is running. Otherwise the kernel's next start does this."""
+        """Attach the adopted process for this server if a broker is running. Otherwise, this happens when the kernel next starts."""
         lease, process = self._lease, self.process
         if lease is None or process is None:
             return
@@ -331,7 +325,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._record is not None and self.process is not None and self.process.poll() is None
 
     def restore_files(self) -> None:
-        """Rewrite the record and the token file if they were removed. If a write fails, the next call tries again."""
+        """Rewrite the record and the token file if they have been removed. If writing fails, the next call tries again."""
         try:
             runtime_dir()
             if self._record is not None:
@@ -342,7 +336,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("Could not rewrite the record or the token of kernel %s: %s", self.kernel_id, error)
 
     def leave_to_next_server(self) -> None:
-        """Leave the kernel, the lease and the record to the next server."""
+        """Leave the kernel, its lease and its record for the next server to take over."""
         if self._record is not None:
             self._record.close()
         self._ports.release()
@@ -353,7 +347,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return bool(getattr(getattr(self.parent, "parent", None), "keeps_kernels", False))
 
     def _write_record(self, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Write the record. If this fails, the kernel ends with this server. Blocks."""
+        """Write the record. If that fails, the kernel will not outlive this server. Blocks."""
         root_dir = str(getattr(getattr(self.parent, "parent", None), "root_dir", ""))
         try:
             self._record = self._record or RecordFile.create(self.kernel_id or "")
@@ -395,9 +389,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
             raise start_error(error, f"Kernel {self.kernel_spec.display_name!r}: ") from None
 
     async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
-        """Return the lease and an empty sentence, or None and a sentence that explains why the kernel gets no GPU.
+        """Return the lease and "", or None and a sentence that explains why the kernel gets no GPU.
 
-        None with an empty sentence means that the kernel starts like an ordinary kernel.
+        None with "" means that the kernel starts as an ordinary kernel.
         """
         how: dict[str, Any] = {"timeout_s": self.broker_timeout, "simulate": simulate}
         try:
@@ -423,7 +417,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
-        """Attach the new process to the lease. Raises FractionalGPUError for all failures, such as a process that has ended. Blocks."""
+        """Attach the new process to the lease. Raises FractionalGPUError on any failure, such as a process that has exited. Blocks."""
         process = self.process
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)
@@ -445,7 +439,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._release_all()
 
     async def _release_all(self) -> None:
-        """Release the ports and end the lease. It is safe to call this again."""
+        """Release the ports and end the lease. Safe to call more than once."""
         self._ports.release()
         lease, self._lease, self._launch_lease = self._lease, None, None
         if lease is not None:
@@ -478,16 +472,16 @@ _classes: dict[type[FractionalGPUError], _Factory] = {}
 
 
 def start_error(error: FractionalGPUError, prefix: str = "") -> FractionalGPUError:
-    """Return an error of the same class and reason that is also a `tornado.web.HTTPError`, with `prefix` before its sentence.
+    """Return an error of the same class and with the same reason that is also a `tornado.web.HTTPError`. Its message begins with `prefix`.
 
-    Only the text of an HTTPError reaches the browser. `POST /api/kernels` answers with its status and message, and `/api/sessions` answers
-    with its `str()`, which is therefore just the sentence.
+    Only an HTTPError's text reaches the browser. `POST /api/kernels` replies with its status and message, and `/api/sessions` with its
+    `str()`, which is therefore just the sentence.
     """
     return _class_for(type(error))(f"{prefix}{_sentence(error)}", error.reason)
 
 
 def _sentence(error: FractionalGPUError) -> str:
-    """Return the message on one line and without percent signs, which JupyterLab's dialog would double."""
+    """Return the message on one line, with percent signs spelled out because JupyterLab's dialog would double them."""
     return " ".join(str(error).replace("%", " percent").split()).removesuffix(".")
 
 

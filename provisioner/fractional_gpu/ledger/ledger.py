@@ -1,12 +1,12 @@
-"""The broker's database, which is one SQLite file with one writer.
+"""The broker's database: a single SQLite file with a single writer.
 
-- A write is on disk when its method returns or, inside `transaction()`, when the block ends. This needs WAL with synchronous=FULL, since
+- A write is on disk when its method returns or, inside `transaction()`, when the block ends. This requires WAL with synchronous=FULL, since
   NORMAL would lose the last commits in a power failure. Each suspend and resume is recorded before it starts.
-- Any thread may call the ledger. A mutex admits one thread at a time, and none during another thread's transaction. Only `metered` reads
-  without the mutex, on a separate connection, because it takes seconds to read a year's figures and grants wait for writes.
-- An ended lease stays ended, and its secrets are erased. A lease that never had a process is only counted, because users could create any
-  number of them.
-- Every failure raises LedgerError and leaves no trace of the failed write or transaction.
+- Any thread may call the ledger. A mutex lets one thread in at a time and is held for the whole of a transaction. Only `metered` reads
+  without the mutex, on a separate connection, because reading a year's figures takes seconds and would delay writes that grants wait for.
+- Once a lease has ended, it stays ended and its secrets are erased. Leases that never had a process are only counted, because users could
+  create any number of them.
+- Every failure raises LedgerError, and the failed write or transaction is rolled back.
 """
 
 import logging
@@ -63,20 +63,20 @@ _PRUNED = {
     "share_days": ("day < ?", 86_400_000),
     "advised": ("day < ?", 86_400_000),
 }
-"""Maps each table to the condition for its old rows, and to its unit of time in milliseconds."""
+"""Maps each table to the condition that selects its old rows, and to its unit of time in milliseconds."""
 _ACCOUNTS = frozenset({"metered", "usage"})  # the use of leases
 _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {old} LIMIT ?)"
 HISTORY_MS: Final = 90 * 86_400_000
-"""How long history is kept. This includes ended leases and their stories, cells and points."""
+"""How long history is kept, including ended leases with their story lines, cells and points."""
 ACCOUNTS_MS: Final = 400 * 86_400_000
-"""How long usage rows are kept. This is long enough for a year's bills."""
+"""How long usage rows are kept: long enough for a year's bills."""
 PRUNED_AT_ONCE: Final = 5000
-"""The number of rows per table, and of pages of the file, that one transaction of `Ledger.prune` removes.
+"""The maximum number of rows per table, and of pages of the file, that `Ledger.prune` removes in one transaction.
 
 Such a transaction takes about a tenth of a second.
 """
 STORY_LINES: Final = 1000
-"""The most lines kept of a lease's story, because a user can cause any number of lines. The oldest lines are dropped."""
+"""The maximum number of story lines kept per lease. Users can cause any number of them, so the oldest are dropped."""
 _TRIM_STORY = """
 DELETE FROM story WHERE lease_id = :lease_id
 AND line_id <= (SELECT line_id FROM story WHERE lease_id = :lease_id ORDER BY line_id DESC LIMIT 1 OFFSET :kept)
@@ -112,7 +112,7 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""The columns by which metered figures can be summed, by their public names."""
+"""Maps public names to the columns by which metered figures can be summed."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
@@ -136,10 +136,10 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Open the ledger. If it is missing, create it together with its folder (mode 0700).
+        """Open the ledger. If it does not exist, create it along with its folder (mode 0700).
 
-        Raises LedgerError, and leaves the file unchanged, if the file is in use, unreadable, corrupt or empty, or if it belongs to another
-        program or has another schema.
+        Raises LedgerError and leaves the file unchanged if it is in use, unreadable, corrupt or empty, belongs to another program, or has a
+        different schema.
         """
         path = Path(path)
         lock = opening.lock(path)
@@ -154,10 +154,10 @@ class Ledger:
         return self._found() == self._files
 
     def write_out(self) -> None:
-        """Write the whole ledger to `<file>.whole` after its files were deleted or replaced. The next `open` uses that file.
+        """Write the whole ledger to `<file>.whole` after its files have been deleted or replaced. The next `open` uses that file.
 
-        `close` writes the file again, with later changes. If another file has taken the ledger's name, that file is renamed, unless another
-        process holds the lock. Raises LedgerError and then changes nothing.
+        `close` writes the file again to include later changes. If there is now another file with the ledger's name, it is renamed, unless
+        another process holds the lock. If this fails, it raises LedgerError and changes nothing.
         """
         with self._mutex:
             connection, path = self._require(), self.path
@@ -202,7 +202,7 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Group writes. All are on disk when the block ends, and none if the block raises. Nested blocks join the outer one."""
+        """Group writes: all of them are on disk when the block ends, or none if it raises. Nested blocks join the outer one."""
         with self._mutex:
             connection = self._require()
             if connection.in_transaction:
@@ -239,7 +239,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """End the lease and erase its secrets. If it never had a process, delete it and only count it. Ignore unknown and ended leases."""
+        """End the lease and erase its secrets. If it never had a process, just count it and delete it. Ignore unknown and ended leases."""
         with self.transaction():
             rows = self._read(
                 "SELECT lease_id AS id, document FROM leases WHERE lease_id = ? AND ended_ms IS NULL", (lease_id,)
@@ -284,7 +284,7 @@ class Ledger:
                 self._write(statement, (at_ms, reason, self._document(ended), seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
-        """Return how long the last seats of the pool lasted, in ms, latest first. A time is 0 if the wall clock was set back."""
+        """Return how long the pool's most recent seats lasted, in ms, most recent first. A time is 0 if the wall clock was set back."""
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:
@@ -307,9 +307,9 @@ class Ledger:
     def metered(
         self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
     ) -> Iterator[tuple[dict[str, str | int], Usage]]:
-        """Sum the use in the hours that begin in the period, by these columns of `METERED_BY`. Yield the sums, sorted by the columns.
+        """Yield usage totals for the hours that begin in the period, grouped and sorted by the given columns of `METERED_BY`.
 
-        `only` maps columns to required values. Rows are read as they are consumed, in one snapshot. Raises LedgerError.
+        `only` maps columns to required values. Rows are read as they are consumed, from a single snapshot. Raises LedgerError.
         """
         columns = [METERED_BY[one] for one in by]
         wanted = {METERED_BY[name]: value for name, value in (only or {}).items()}
@@ -412,7 +412,7 @@ class Ledger:
         return str(rows[0]["value"]) if rows else None
 
     def kept_as(self, name: str, kind: type[T], default: T) -> T:
-        """Return a kept value, or `default` if there is none or it cannot be read as `kind`."""
+        """Return a stored value, or `default` if there is none or it cannot be decoded as `kind`."""
         text = self.kept(name)
         try:
             return default if text is None else msgspec.json.decode(text, type=kind)
@@ -421,10 +421,10 @@ class Ledger:
             return default
 
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
-        """Delete some of the history before `before_ms` and of the leases' usage before `accounts_before_ms`, but no rows of live leases.
+        """Delete some of the history before `before_ms` and some of the leases' usage before `accounts_before_ms`. Live leases are kept.
 
-        This also returns freed space to the file system. Returns True if more rows are left. In that case call it again, with pauses
-        between the calls, because kernels wait for other writes.
+        This also returns freed space to the file system. Returns True if there is more to remove. In that case, call it again after a
+        pause, so that the other writes that kernels are waiting for get a turn.
         """
         with self.transaction():
             deleted = []
@@ -438,7 +438,7 @@ class Ledger:
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def _shrink(self) -> bool:
-        """Free some of the file's unused pages, and return whether more are left. Call this in a transaction."""
+        """Free some of the file's unused pages, and return whether more are left. Must be called in a transaction."""
         free = self._pragma("freelist_count")
         for _ in range(min(free, PRUNED_AT_ONCE)):
             self._read("PRAGMA incremental_vacuum")  # one page only, since Python's module runs only the first step
@@ -481,9 +481,9 @@ class Ledger:
             return cursor.execute(statement, values).fetchall()
 
     def _read_aside(self, statement: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Row]:
-        """Yield rows on a separate connection, without the mutex.
+        """Yield rows from a separate connection, without the mutex.
 
-        If the file was moved or deleted, use the writer's connection and the mutex, because only that connection can still read the file.
+        If the file has been moved or deleted, use the writer's connection and the mutex, because no other connection can read it.
         """
         with self._mutex:  # wait until the file has been put back
             self._require()

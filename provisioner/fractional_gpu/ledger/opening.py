@@ -1,9 +1,9 @@
-"""Opens the ledger's file and checks it first.
+"""Checks and opens the ledger's file.
 
-An existing file that is not a sound ledger is an error. It is never replaced, repaired or emptied. A new ledger is built under another name
-and renamed when it is complete. A write-ahead log without its database is an error, because it means that the database was removed. If
-`<file>.whole` exists, a broker whose files were deleted has written it, and it takes the ledger's name. One broker at a time holds a lock
-on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (0600), in a folder that no other user may write to.
+An existing file that is not a sound ledger causes an error; it is never replaced, repaired or emptied. A new ledger is built under another
+name and renamed once it is complete. A write-ahead log without a database is an error, because it means that the database was removed. If
+`<file>.whole` exists, it was written by a broker whose files had been deleted, and becomes the ledger. Only one broker at a time can hold
+the lock on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (0600), in a folder that no other user may write to.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _BUSY_S = 5.0  # how long to wait while another program reads
 
 
 def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
-    """Return a LedgerError about the file. The default remedy is to restore a backup or to set the file aside."""
+    """Return a LedgerError about the file. The default advice is to restore a backup or to set the file aside."""
     if remedy is None:
         remedy = (
             f"it is unchanged: restore a backup, or set it aside with `{set_aside_command(path)}`; the next broker then "
@@ -37,7 +37,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
 
 @contextlib.contextmanager
 def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[None]:
-    """Convert OSError and SQLite's errors to LedgerError. The error's message is the sentence `wrong`, followed by the reason."""
+    """Convert OSError and SQLite errors to LedgerError. The new message consists of `wrong`, the original reason and the remedy."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ def set_aside_command(path: Path) -> str:
 
 
 def lock(path: Path) -> int:
-    """Create the folder if needed, lock the file next to `path`, and return its descriptor. Raises LedgerError."""
+    """Create the folder if needed, lock the `.lock` file next to `path`, and return its descriptor. Raises LedgerError."""
     _check_folder(path)
     lock_file = path.with_name(path.name + ".lock")
     with explained(path, f"cannot be locked: {lock_file.name}", "check the folder's owner and mode"):
@@ -100,9 +100,9 @@ def exists(path: Path) -> bool:
 
 
 def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
-    """Write the open ledger to `<file>.whole`, even if the ledger's files are gone, and return when it is on disk.
+    """Write the open ledger to `<file>.whole`, even if the ledger's files are gone, and return once it is on disk.
 
-    The caller must hold the lock. Raises sqlite3.Error or OSError, and then leaves no `.whole` file.
+    The caller must hold the lock. Raises sqlite3.Error or OSError, in which case no `.whole` file is left behind.
     """
     unfinished, descriptor = _new_file(path)
     try:
@@ -118,7 +118,7 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def adopt_whole(path: Path) -> None:
-    """Give `<file>.whole` the ledger's name. The caller must hold the lock, and no connection may be open. Raises OSError."""
+    """Rename `<file>.whole` to the ledger's name. The caller must hold the lock, and no connection may be open. Raises OSError."""
     for suffix in ("-wal", "-shm"):  # SQLite would apply the logs of an older file to the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.with_name(path.name + WHOLE).rename(path)
@@ -126,14 +126,14 @@ def adopt_whole(path: Path) -> None:
 
 
 def connect_existing(path: Path, mode: str = "rw") -> sqlite3.Connection:
-    """Open an existing file with the mode `rw` or `ro`. Raises LedgerError if the file is missing or unusable."""
+    """Open an existing file in mode `rw` or `ro`. Raises LedgerError if the file is missing or unusable."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     with explained(path, "cannot be opened"):
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
 
 def live_leases(path: Path) -> int:
-    """Check a ledger, even if it is in use, and return how many leases are live. Changes nothing. Raises LedgerError."""
+    """Check a ledger, which may be in use, and return its number of live leases. Changes nothing. Raises LedgerError."""
     with contextlib.closing(connect_existing(path, "ro")) as connection, explained(path, "cannot be read"):
         (owner,) = connection.execute("PRAGMA application_id").fetchone()
         if owner != APPLICATION_ID:
@@ -161,7 +161,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_files(path: Path) -> None:
-    """Before SQLite opens the ledger, check the kind, owner, links and mode of its files, and the program that the header names."""
+    """Check the type, owner, links and mode of the ledger's files, and the program named in the header, before SQLite opens the ledger."""
     # If a process closes any descriptor of a file, it loses all its POSIX locks on that file, even those of SQLite. We hold the ledger's
     # lock, so this process has no other connection to the file.
     remedy = "check its owner and mode, and that its disk is writable, or choose another state_dir"
@@ -217,7 +217,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _create(path: Path) -> None:
-    """Build a new ledger under another name and rename it, so that a crash leaves either no ledger or a complete one."""
+    """Build a new ledger under another name and then rename it, so that a crash leaves either no ledger or a complete one."""
     if path.with_name(path.name + "-wal").exists():
         raise ledger_error(
             path,

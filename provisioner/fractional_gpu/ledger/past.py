@@ -1,4 +1,4 @@
-"""Reads the leases in a ledger, and the turns in which they held the GPU, with a read-only connection, whether or not a broker runs."""
+"""Reads leases and their turns on the GPU from a ledger, with a read-only connection, whether or not a broker is running."""
 
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,7 @@
-"""The records of the ledger, as plain data.
+"""The ledger's records, as plain data.
 
-Memory is in MiB. Times are in milliseconds since 1970, because they must survive a reboot. Dates are taken from the wall clock. Deadlines
-(`pinned_until_ms`, `expires_ms`) are taken from `fractional_gpu.broker.clock.DeadlineClock`, which cannot be set.
+Memory is in MiB. Times are in milliseconds since 1970, so that they remain valid after a reboot. Dates come from the wall clock. Deadlines
+(`pinned_until_ms`, `expires_ms`) come from `fractional_gpu.broker.clock.DeadlineClock`, which cannot be set.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from fractional_gpu.protocol.status import KernelFacts, Seat
 
 
 class LedgerError(Exception):
-    """The ledger cannot be read or written. The message says which file the error is about, what is wrong and what to do."""
+    """The ledger cannot be read or written. The message names the file and says what is wrong and what to do."""
 
 
 class LedgerInUseError(LedgerError):
@@ -21,14 +21,14 @@ class LedgerInUseError(LedgerError):
 
 
 class RecordError(LedgerError):
-    """The file is sound, but this write contradicts its contents (as for an ended lease) or cannot be stored."""
+    """The file is sound, but this write conflicts with its contents (for example, the lease has ended) or cannot be stored."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """The client's description of the kernel, from its requests to create the lease and to attach the process.
+    """The client's description of the kernel, from its requests to create the lease and attach the process.
 
-    The broker changes this object, and a `LeaseRecord` holds a copy.
+    The broker modifies this object, and a `LeaseRecord` contains a copy.
     """
 
     language: str = ""
@@ -51,7 +51,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A live lease, with all that a broker needs to restore it after a crash or reboot. The ledger stores it as one document."""
+    """A live lease, with everything a broker needs to restore it after a crash or reboot. The ledger stores it as one document."""
 
     spec: LeaseSpec
     state: LeaseState  # the last known state; after a restart, ask the driver and /proc
@@ -87,9 +87,9 @@ class SeatRecord(Seat, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """How much one user used a pool on one day, summed over all kernels.
+    """One user's use of a pool on one day, totalled over all kernels.
 
-    Days are counted from 1970 in UTC. Times are in milliseconds.
+    Days are counted from 1970, in UTC. Times are in milliseconds.
     """
 
     owner: str

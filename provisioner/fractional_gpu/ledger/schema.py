@@ -1,9 +1,9 @@
 """The tables of the ledger.
 
-SQLite's header fields name the program (`application_id`) and the version of the tables (`user_version`).
+SQLite's header fields identify the program (`application_id`) and the version of the tables (`user_version`).
 
-Version 0.1.0 writes schema 1 and opens no other schema. A later version that changes the tables must raise `SCHEMA` and migrate older
-ledgers in `opening.connect`, after the checks, in one transaction that also writes the new `user_version`.
+Version 0.1.0 writes schema 1 and cannot open any other schema. A later version that changes the tables must increment `SCHEMA` and migrate
+older ledgers in `opening.connect`, after the checks, in one transaction that also writes the new `user_version`.
 """
 
 import sqlite3

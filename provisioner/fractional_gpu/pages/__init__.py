@@ -1,6 +1,6 @@
 """HTML pages with their templates and styles.
 
-The pages load nothing, need no script, and are readable on light and dark screens and on paper.
+The pages load no other files, need no scripts, and are readable on light and dark screens and on paper.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @cache
 def templates(package: str) -> "jinja2.Environment":
-    """Return the templates in the folder `templates` of a package. They escape all values except `Markup` and `Svg`."""
+    """Return the templates in a package's `templates` folder. They escape all values except `Markup` and `Svg`."""
     import jinja2  # noqa: PLC0415 - 40 ms, and few commands make pages
 
     loader = jinja2.PackageLoader(package)
@@ -22,7 +22,7 @@ def templates(package: str) -> "jinja2.Environment":
 
 
 def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the template needs
-    """Render one of our templates, which is a page or a part that other templates insert unescaped."""
+    """Render one of our templates as a page, or as a part that other templates insert unescaped."""
     from markupsafe import Markup  # noqa: PLC0415 - as above
 
     return Markup(templates(__name__).get_template(template).render(values))  # noqa: S704 - the template escapes

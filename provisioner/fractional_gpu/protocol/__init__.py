@@ -1,1 +1,1 @@
-"""Messages and errors that cross the broker's socket. This package does no I/O, and kernels load it."""
+"""Messages and errors sent over the broker's socket. Kernels load this package, and it does no I/O."""

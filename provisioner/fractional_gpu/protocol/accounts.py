@@ -1,4 +1,4 @@
-"""Messages about the use and the costs of leases."""
+"""Messages about lease usage and costs."""
 
 from typing import Annotated, Final
 
@@ -16,12 +16,12 @@ _Seconds = Annotated[int, Meta(ge=0, le=EVER_S)]
 
 
 class UsageQuery(Struct, frozen=True, kw_only=True):
-    """A query for sums of use.
+    """A query for usage totals.
 
-    `by` is a comma-separated list of names from `USAGE_BY`. If it is empty, the report has one sum per currency. `since_s` and `until_s`
-    are in seconds since 1970 and select the hours that begin in this range. The other fields select an exact name; an empty name selects
-    what has no such name, such as the time when no lease held the device. `seated` selects only users of the hub (1) or only users of the
-    machine (0), because the same name in both means two different users.
+    `by` is a comma-separated list of names from `USAGE_BY`. If it is empty, the report has one total per currency. `since_s` and `until_s`
+    are in seconds since 1970 and select the hours that begin in this range. Names must match exactly; an empty name matches entries with no
+    name in that field, such as time when no lease held the device. `seated` selects only hub users (1) or only machine users (0), because a
+    hub user and a machine user with the same name are different users.
     """
 
     by: str = ""
@@ -37,10 +37,10 @@ class UsageQuery(Struct, frozen=True, kw_only=True):
 
 
 class UsageEntry(Struct, frozen=True, kw_only=True):
-    """One sum of a usage report.
+    """One total in a usage report.
 
-    `of` maps each name in `by` to its value. Times are text, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`. `user` comes
-    with `account`, which is `hub` or `machine` and tells apart users of the same name. `account` is empty if there is no user.
+    `of` maps each name in `by` to its value. Times are text, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`. `user` is
+    accompanied by `account`, which is `hub` or `machine`, to distinguish users with the same name. `account` is empty if there is no user.
     """
 
     of: dict[str, str]
@@ -50,7 +50,7 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
-    """Sums of use, sorted by the names in `by`. While no lease held a device, the user, group, notebook and lease are ""."""
+    """Usage totals, sorted by the names in `by`. For time when no lease held a device, the user, group, notebook and lease are empty."""
 
     by: list[str]
     since_s: int
@@ -71,7 +71,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
 class BudgetStatus(Struct, frozen=True, kw_only=True):
     """A budget of a user or a group.
 
-    Depending on `unit`, amounts are in milli-GPU milliseconds, thousandths of the currency, or mJ.
+    Amounts are in milli-GPU milliseconds, thousandths of the currency, or mJ, depending on `unit`.
     """
 
     kind: str  # "user" or "group"
@@ -94,7 +94,7 @@ class BudgetStatus(Struct, frozen=True, kw_only=True):
 
 
 class BudgetList(Struct, frozen=True, kw_only=True):
-    """The budgets of the peer's user and of the user's groups, or all budgets if the peer is an administrator."""
+    """The budgets of the requesting user and the user's groups, or all budgets if the user is an administrator."""
 
     budgets: list[BudgetStatus]
     scope: str  # `all` or `own`
@@ -103,8 +103,8 @@ class BudgetList(Struct, frozen=True, kw_only=True):
 class BudgetExtension(Struct, frozen=True, kw_only=True):
     """Extra budget for a user or a group.
 
-    The amount is text such as `10 GPU hours`. It is valid until the given time or, if the time is None, until the budget resets. `account`
-    limits it to the user of that name on the hub (`hub`) or on the machine (`machine`); if it is empty, it applies to both.
+    The amount is text such as `10 GPU hours`. It is valid until `until_s` or, if that is None, until the budget resets. `account` limits it
+    to the user with that name on the hub (`hub`) or on the machine (`machine`); if it is empty, both users get the extra budget.
     """
 
     kind: str
@@ -115,7 +115,7 @@ class BudgetExtension(Struct, frozen=True, kw_only=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """The use and costs of a kernel and its user. Each list has one entry per currency."""
+    """Usage and costs of a kernel and its user. Each list of `UsageEntry` has one entry per currency."""
 
     lease_id: str
     pool: str

@@ -1,11 +1,11 @@
-"""JSON for the messages. The broker decodes requests strictly, and clients decode replies leniently.
+"""Encodes messages as JSON and decodes them. The broker is strict about requests, and clients are lenient about replies.
 
-A request may contain only the fields of its message, with values of exactly the right types. Its strings, its depth and its number of
+A request may only contain fields of its message, with values of exactly the right types. String lengths, nesting depth and the number of
 values are limited. Decoding any bytes either returns a message or raises BadRequestError or RequestTooLargeError. If a known field of a
-reply has the wrong type, the client raises InternalBrokerError here, because otherwise the value would kill one of the kernel's threads
+reply has the wrong type, the client raises InternalBrokerError here, because otherwise the value would crash one of the kernel's threads
 later, far from the cause.
 
-Versions with the same protocol number work together: a client sends only the fields that differ from their defaults, and ignores unknown
+Versions with the same protocol number work together: a client only sends fields that differ from their defaults, and ignores unknown
 fields.
 """
 
@@ -30,7 +30,7 @@ _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # values ar
 
 
 def decode_request(body: bytes, kind: type[Message]) -> Message:
-    """Decode one request. Raises BadRequestError with the name of the wrong field, or RequestTooLargeError."""
+    """Decode one request. Raises BadRequestError, which names the invalid field, or RequestTooLargeError."""
     # Each value but the first follows a comma, a bracket or a brace. Such characters inside strings are counted, too.
     values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if values > MAX_VALUES:
@@ -53,7 +53,7 @@ def decode_request(body: bytes, kind: type[Message]) -> Message:
 
 
 def decode_query(values: Mapping[str, str], kind: type[Message]) -> Message:
-    """Decode the query of a GET request, in which booleans are 1 and 0. Raises the same errors as `decode_request`."""
+    """Decode a GET request's query, in which booleans are 1 and 0. Raises the same errors as `decode_request`."""
     _check_names(values, kind)
     try:
         return _within_limits(msgspec.convert(values, kind, strict=False))
@@ -110,7 +110,7 @@ def decode_json(text: bytes) -> object:
 
 
 def decode_reply(payload: object, kind: type[Message]) -> Message:
-    """Convert a reply's decoded JSON to a message. Raises InternalBrokerError with the name of the wrong field."""
+    """Convert a reply's decoded JSON to a message. Raises InternalBrokerError, which names the invalid field."""
     try:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
@@ -120,7 +120,7 @@ def decode_reply(payload: object, kind: type[Message]) -> Message:
 
 
 def encode_request(request: msgspec.Struct) -> bytes:
-    """Return a request's JSON. Raises BadRequestError for text that UTF-8 cannot encode."""
+    """Encode a request as JSON. Raises BadRequestError for text that cannot be encoded as UTF-8."""
     try:
         return msgspec.json.encode(changed_fields(request))
     except UnicodeEncodeError as error:
@@ -136,7 +136,7 @@ def changed_fields(request: msgspec.Struct) -> dict[str, Any]:
 
 @cache
 def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
-    """Return the name and the default of each field. A field without a default has NODEFAULT, which equals no value."""
+    """Return each field's name and default. A field without a default has NODEFAULT, which never equals a value."""
     return tuple(
         (field.name, field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory())
         for field in msgspec.structs.fields(kind)
@@ -144,12 +144,12 @@ def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
 
 
 def error_body(error: FractionalGPUError) -> dict[str, dict[str, str]]:
-    """Return the body of a reply that reports an error."""
+    """Return the body of an error reply."""
     return {"error": {"code": error.code, "reason": error.reason, "message": printable(str(error))}}
 
 
 def printable(text: str) -> str:
-    """Return untrusted text in which `?` replaces each character that could control a terminal."""
+    """Return untrusted text with `?` instead of each character that could control a terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -1,13 +1,13 @@
-"""Errors that cross the socket. They form one tree, and each has a stable code, an HTTP status and a sentence that says what to do."""
+"""Errors sent over the socket. They share a base class, and each has a stable code, an HTTP status and a sentence that says what to do."""
 
 from typing import ClassVar
 
 RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
-"""The end of each sentence that tells a user to restart a kernel. It says what a restart costs."""
+"""The end of every message that tells a user to restart a kernel. It says what is lost in a restart."""
 
 
 class FractionalGPUError(Exception):
-    """Base class of all errors that this project raises to its users. `reason` refines the `code` of the class."""
+    """The base class of all errors this project raises for its users. `reason` is more specific than the class's `code`."""
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
@@ -32,7 +32,7 @@ class UnauthorizedError(FractionalGPUError):
 
 
 class ForbiddenError(FractionalGPUError):
-    """The caller has no permission for this request."""
+    """The caller does not have permission for this request."""
 
     code = "forbidden"
     status = 403
@@ -46,7 +46,7 @@ class NotFoundError(FractionalGPUError):
 
 
 class ConflictError(FractionalGPUError):
-    """The present state of the lease does not allow the request."""
+    """The current state of the lease does not allow the request."""
 
     code = "conflict"
     status = 409
@@ -60,7 +60,7 @@ class RequestTooLargeError(FractionalGPUError):
 
 
 class TooManyRequestsError(FractionalGPUError):
-    """The requests exceed a rate limit. The same request may pass after `retry_s` seconds; our client waits and repeats it."""
+    """A rate limit has been exceeded. The same request may succeed after `retry_s` seconds; our client waits and retries."""
 
     code = "too-many"
     status = 429
@@ -71,7 +71,7 @@ class TooManyRequestsError(FractionalGPUError):
 
 
 class NoRoomError(FractionalGPUError):
-    """No GPU has room now. The sentence says what was requested, what is available and what to do."""
+    """No GPU has room at the moment. The message says what was requested, what is available and what to do."""
 
     code = "no-room"
     status = 409
@@ -85,7 +85,7 @@ class InternalBrokerError(FractionalGPUError):
 
 
 class BrokerUnavailableError(FractionalGPUError):
-    """No broker answers, and none could be started. Clients raise this error; it is never sent."""
+    """No broker is responding, and none could be started. Clients raise this error; it is never sent."""
 
     code = "broker-unavailable"
     status = 503
@@ -97,7 +97,7 @@ _BY_CODE = {kind.code: kind for kind in FractionalGPUError.__subclasses__()}
 def error_from_reply(payload: object, status: int) -> FractionalGPUError:
     """Rebuild the error from a reply's JSON, `{"error": {"code", "reason", "message"}}`.
 
-    Return an InternalBrokerError if the reply has another form.
+    Returns an InternalBrokerError if the reply has a different form.
     """
     error = payload.get("error") if isinstance(payload, dict) else None
     if not isinstance(error, dict):

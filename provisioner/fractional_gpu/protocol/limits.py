@@ -1,4 +1,4 @@
-"""Limits on everything that crosses the socket. docs/limits.md says what happens when each is reached."""
+"""Limits on everything sent over the socket. docs/limits.md says what happens when each limit is reached."""
 
 MAX_BODY_BYTES = 256 * 1024  # one request's body
 MAX_HEADER_BYTES = 16 * 1024

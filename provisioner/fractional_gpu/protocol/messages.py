@@ -1,4 +1,4 @@
-"""Messages of the lease API, which is HTTP and JSON on a UNIX socket.
+"""Messages of the lease API, which uses HTTP and JSON over a UNIX socket.
 
 The messages are msgspec Structs, because every kernel imports this module and dataclasses would take 17 ms longer to define.
 `fractional_gpu.protocol.codec` encodes and decodes them, and `fractional_gpu.protocol.routes` lists the routes that use them.
@@ -13,7 +13,7 @@ _SECRET_FIELDS = frozenset({"token", "connection"})
 
 
 class HidesSecrets(Struct, frozen=True, kw_only=True):
-    """A message with a token or a connection key. Its `repr` leaves them out, so they do not appear in tracebacks, logs and debuggers."""
+    """A message with a token or a connection key. Its `repr` omits them to keep them out of tracebacks, logs and debuggers."""
 
     def __repr__(self) -> str:
         """Return the message without its secret fields."""
@@ -33,19 +33,19 @@ class Pong(Struct, frozen=True, kw_only=True):
 CLAIM, COMMAND, KERNEL = "claim", "command", "kernel"
 """The kinds of leases.
 
-CLAIM is for programs that the broker does not know (`jupyter gpu lease`). COMMAND is for a program under `jupyter gpu run`, which the
-broker cannot listen to. KERNEL is for a Jupyter kernel.
+CLAIM is for programs the broker does not know about (`jupyter gpu lease`). COMMAND is for a program run with `jupyter gpu run`, which has
+no Jupyter channels for the broker to listen to. KERNEL is for a Jupyter kernel.
 """
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True):
     """A request for a lease.
 
-    The fraction is in milli-GPU and memory is in MiB. If the memory is None, it is the fraction's share of the device.
+    The fraction is in milli-GPU and memory is in MiB. If `memory_mib` is None, the lease gets the fraction's share of the device.
 
-    A claim is a lease of kind CLAIM, for programs that the client starts later. It is granted by `acquire`, and ends if `acquire` is
-    interrupted. After the grant, the claim counts all processes of its user that use its device and belong to no other lease. `pin` changes
-    the time at which the claim ends.
+    A claim is a lease of kind CLAIM, for programs the client starts later. It is granted by `acquire`, and ends if `acquire` is
+    interrupted. After the grant, the claim covers all processes of its user that use its device and do not belong to another lease. `pin`
+    changes when the claim ends.
     """
 
     fraction_milli: int  # 0 for the smallest fraction on offer whose share covers `memory_mib`
@@ -68,7 +68,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
 class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
     """The lease and what its kernel needs.
 
-    The caller writes `token` to a file of mode 0600 and passes the path of this file to the kernel.
+    The caller writes `token` to a file with mode 0600 and passes the file's path to the kernel.
     """
 
     lease_id: str
@@ -81,7 +81,7 @@ class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
 
 
 class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
-    """A lease's process, and the contents (not the path) of its Jupyter connection file. The broker verifies both."""
+    """A request to attach a process, with the contents (not the path) of its Jupyter connection file. The broker verifies both."""
 
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
@@ -101,7 +101,7 @@ class Done(Struct, frozen=True, kw_only=True):
 
 
 class PinRequest(Struct, frozen=True, kw_only=True):
-    """A request to keep the lease resident for this long, starting now."""
+    """A request to keep the lease resident for `duration_ms`, starting now."""
 
     duration_ms: int
 
@@ -132,7 +132,7 @@ class ResizeRequest(Struct, frozen=True, kw_only=True):
 class MoveRequest(Struct, frozen=True, kw_only=True):
     """A request to move an idle kernel to another device of its pool.
 
-    The device is named by its id, the beginning of its id, or its number. None stands for any other device.
+    `device` is the device's id, the beginning of its id, or its number. None means any other device.
     """
 
     device: str | None = None
@@ -148,7 +148,7 @@ class EvictRequest(Struct, frozen=True, kw_only=True):
 class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request to empty a device.
 
-    With `evict_busy`, kernels that run a cell are suspended, too. `deadline_in_ms` is how long the device stays available.
+    With `evict_busy`, kernels that are running a cell are suspended as well. `deadline_in_ms` is how long the device will remain available.
     """
 
     evict_busy: bool = False
@@ -156,7 +156,7 @@ class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """How much others used a lease's device in a period, on average and in milli-GPU, or None if the device cannot tell."""
+    """Others' average use of a lease's device over a period, in milli-GPU, or None if the device does not report it."""
 
     used_milli: int | None
 
@@ -164,8 +164,8 @@ class OthersUse(Struct, frozen=True, kw_only=True):
 class AcquireRequest(Struct, frozen=True, kw_only=True):
     """A request for a ticket for the GPU. The stream ends with `granted` or `refused`, and disconnecting withdraws the ticket.
 
-    With `hold`, the wait has no limit and the stream continues after `granted`. The lease is in use until the client disconnects. If the
-    lease is preempted, it waits again and the stream reports this. With `watch`, the stream follows the ticket of a preempted cell.
+    With `hold`, the wait is unlimited, the stream continues after `granted`, and the lease is in use until the client disconnects. If the
+    lease is preempted, it waits again and the stream reports that. With `watch`, the stream follows the ticket of a preempted cell.
     """
 
     wait_ms: int = 3_600_000
@@ -176,14 +176,14 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 class ResumeRequest(Struct, frozen=True, kw_only=True):
     """A request to make a lease resident.
 
-    With `if_blocked`, this happens only if the lease's suspended process is blocked in code that did not request the GPU.
+    With `if_blocked`, the lease is only resumed if its suspended process is blocked in code that did not request the GPU.
     """
 
     if_blocked: bool = False
 
 
 class LeaseNews(Struct, frozen=True, kw_only=True):
-    """A line of the stream about a command's lease: the state, a notice, or whether the command used the GPU since the last resume."""
+    """A line in the stream about a command's lease: its state, a notice, or whether the command has used the GPU since the last resume."""
 
     state: str = ""
     worked: bool = False
@@ -191,7 +191,7 @@ class LeaseNews(Struct, frozen=True, kw_only=True):
 
 
 class ProgressKind(StrEnum):
-    """The kind of a line in a stream that reports a wait for the GPU or a seat."""
+    """The kinds of lines in a stream that reports on a wait for the GPU or a seat."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -199,7 +199,7 @@ class ProgressKind(StrEnum):
 
 
 class WaitLine(Struct, frozen=True, kw_only=True):
-    """The fields of each line in a stream that reports a wait for the GPU or a seat. `kind` is a ProgressKind."""
+    """The fields common to all lines in a stream that reports on a wait for the GPU or a seat. `kind` is a ProgressKind."""
 
     kind: str
     reason: str = ""
@@ -211,11 +211,11 @@ class WaitLine(Struct, frozen=True, kw_only=True):
 
 
 class Progress(WaitLine, frozen=True, kw_only=True):
-    """A line of an acquire stream.
+    """A line in an acquire stream.
 
-    `environment` comes with `granted` and has the variables that bind the process to its device. `overlap` comes with `waiting`, together
-    with the environment, if the pool lets the cell run during the resume. Then the cell's first device call blocks until the state is back,
-    and the caller reads on until `granted`.
+    `environment` is sent with `granted` and contains the variables that bind the process to its device. If the pool lets the cell run
+    during the resume, `overlap` is sent with `waiting`, together with the environment. In that case, the cell's first device call blocks
+    until the state has been restored, and the caller keeps reading until `granted`.
     """
 
     device_id: str | None = None
@@ -227,7 +227,7 @@ class Progress(WaitLine, frozen=True, kw_only=True):
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
-"""The `detail` of an answer to PREEMPT."""
+"""The values of `detail` in an answer to PREEMPT."""
 
 
 class GateVerb(StrEnum):
@@ -242,10 +242,11 @@ class GateVerb(StrEnum):
 
 
 class GateCommand(Struct, frozen=True, kw_only=True):
-    """A line of the gate stream.
+    """A line in the gate stream.
 
-    The answer to a command repeats its `number`. A command with the number 0 gets no answer, and an empty verb is a keep-alive. `urgent`
-    asks to show a notice now, even while a cell runs. `topic` replaces an earlier notice on the same topic that no cell has shown yet.
+    The answer to a command repeats its `number`. A command with the number 0 gets no answer, and an empty verb is a keep-alive. With
+    `urgent`, a notice is shown at once, even while a cell is running. A notice with a `topic` replaces any earlier one on that topic that
+    no cell has shown yet.
     """
 
     verb: str = ""
@@ -257,7 +258,7 @@ class GateCommand(Struct, frozen=True, kw_only=True):
 
 
 class GateHello(Struct, frozen=True, kw_only=True):
-    """The first message from the extension. It says whether the gate is open, and whether a cell runs."""
+    """The first message from the extension. It says whether the gate is open and whether a cell is running."""
 
     version: str
     open: bool
@@ -269,10 +270,10 @@ class GateHello(Struct, frozen=True, kw_only=True):
 class GateAnswer(Struct, frozen=True, kw_only=True):
     """An answer from the extension. `word` is closed, busy, done, managed, open, exempt or input.
 
-    An answer with `number` 0 responds to no command. `exempt` then says that the running cells do not use the GPU, and `done` says that the
-    last of them has ended. `managed` says that the process cannot be checkpointed, and its `detail` explains why. The `detail` of `input`
-    lists the ids of all requests that wait for input or cannot reach the GPU, separated by spaces. After a shrink, the `detail` of `done`
-    says what was freed, with `reserved_mib=N` if the allocators of the frameworks report that figure.
+    An answer with `number` 0 is sent without a command. In that case, `exempt` means that the running cells do not use the GPU, and `done`
+    that the last of them has ended. `managed` means that the process cannot be checkpointed, and its `detail` explains why. The `detail` of
+    `input` lists the ids of all requests that are waiting for input or cannot reach the GPU, separated by spaces. After a shrink, the
+    `detail` of `done` says what was freed, with `reserved_mib=N` if the frameworks' allocators report that figure.
     """
 
     number: int
@@ -285,7 +286,7 @@ SLURM, KUBERNETES = "slurm", "kubernetes"
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """The job or pod that a seat belongs to. Only processes of this job or pod use the seat, and the seat ends with it."""
+    """The job or pod a seat belongs to. Only its processes may use the seat, and the seat ends when the job or pod does."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # a Slurm job's number, or a pod's UID

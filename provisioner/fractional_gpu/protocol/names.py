@@ -1,7 +1,7 @@
-"""Checks the names that people gave, puts states into words, and compares the versions of a client and the broker.
+"""Checks user-supplied names, describes states in words, and compares the versions of a client and the broker.
 
-An administrator's program, such as a hub's service, names the administrator it acts for in the header `X-Acting-For`. The header gives no
-rights: the broker only writes the name to the audit log, and refuses the header from anyone else.
+An administrator's program, such as a hub's service, names the administrator it is acting for in the header `X-Acting-For`. The header
+grants no rights: the broker only records the name in the audit log, and refuses the header from anyone else.
 """
 
 import re
@@ -24,7 +24,7 @@ SYSTEM_UNIT = "/etc/systemd/system/jupyter-gpu.service"
 
 
 def describe_unprintable(name: str) -> str:
-    """Return the first character that could affect a display, such as `U+202E (right-to-left override)`, or ""."""
+    """Describe the first character that could affect a display, such as `U+202E (right-to-left override)`. Return "" if there is none."""
     import unicodedata  # noqa: PLC0415 - kernels import this module but check no names
 
     for character in name:
@@ -58,7 +58,7 @@ def decode_acting_for(values: Sequence[str]) -> str | None:
 
 
 def _check(name: str) -> str:
-    """Return the name. Raises BadRequestError unless it has 1 to 255 printable characters, and not only spaces."""
+    """Return the name. Raises BadRequestError if it is blank, longer than 255 characters, or contains unprintable characters."""
     if not 0 < len(name) <= MAX_ACTING_FOR or not name.isprintable() or name.isspace():
         has = f", with {found}" if (found := describe_unprintable(name)) else ""
         raise BadRequestError(
@@ -74,7 +74,7 @@ def _check(name: str) -> str:
 
 
 class StateWords(NamedTuple):
-    """How to describe a state: `words` for a column or a status line, and `meaning` for the kernel's user."""
+    """The words for a state: `words` for a column or a status line, and `meaning` for the kernel's user."""
 
     words: str
     meaning: str
@@ -106,7 +106,7 @@ def state_meaning(state: str) -> str:
 
 
 def device_deadline(device: "DeviceStatus") -> str:
-    """Say when a device becomes unavailable and what happens to its kernels. Return "" if it stays or is already gone."""
+    """Say when a device becomes unavailable and what happens to its kernels. Return "" if it has no deadline or is already gone."""
     if not device.goes_away_in_ms:
         return ""
     found = [
@@ -118,7 +118,7 @@ def device_deadline(device: "DeviceStatus") -> str:
 
 
 def gpu_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU becomes unavailable and what happens to the kernel's state. Return "" if it stays."""
+    """Say when a kernel's GPU becomes unavailable and what happens to the kernel's state. Return "" if the GPU has no deadline."""
     if lease.goes_away_in_ms is None:
         return ""
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
@@ -128,7 +128,7 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU and its host become unavailable. Return "" if both stay."""
+    """Say when a kernel's GPU and its host become unavailable. Return "" if neither has a deadline."""
     left_ms = lease.host_goes_away_in_ms
     parts = [gpu_deadline(lease), "" if left_ms is None else host_deadline(left_ms)]
     return "; ".join(part for part in parts if part)
@@ -183,7 +183,7 @@ def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str
 
 
 def check_msgspec() -> None:
-    """Raise BrokerUnavailableError ("no-msgspec") if this process cannot import msgspec, or only an old version of it."""
+    """Raise BrokerUnavailableError ("no-msgspec") if this process cannot import msgspec, or if its version is too old."""
     try:
         import msgspec  # noqa: PLC0415 - to check it
 

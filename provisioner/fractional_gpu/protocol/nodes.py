@@ -1,9 +1,9 @@
-"""A host's capacity, as the broker reports it and the node agent publishes it.
+"""A host's capacity, as reported by the broker and published by the node agent.
 
-The agent publishes it in Slurm's `Extra` field or in an annotation of a Kubernetes node. Anyone who can read nodes can read it, such as a
-hub's spawn page or an administrator, so it has no user names. It is JSON in printable ASCII without spaces, `=`,
-apostrophes or backticks, so that it passes through `scontrol` as one word. It has at most `MAX_SUMMARY` bytes. A reader checks every field,
-since programs other than the agent may write a node's record.
+The agent publishes it in Slurm's `Extra` field or in an annotation on a Kubernetes node. It contains no user names, because everyone with
+read access to nodes can see it, including administrators and hubs' spawn pages. It is JSON in printable ASCII without spaces, `=`,
+apostrophes or backticks, so that it passes through `scontrol` as one word. It is at most `MAX_SUMMARY` bytes long. Readers check every
+field, since programs other than the agent may write a node's record.
 """
 
 import re
@@ -16,7 +16,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 
 MAX_SUMMARY: Final = 4096  # bytes
 STALE_S: Final = 900
-"""A summary is stale after this many seconds. Agents renew their summary several times within this time."""
+"""Summaries are stale after this many seconds. Agents renew them several times within that period."""
 _LARGEST = 10**9
 _Number = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
@@ -40,7 +40,7 @@ class PoolShares(Struct, frozen=True, kw_only=True):
 
 
 class PoolSummary(PoolShares, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pool of a node, as the agent publishes it."""
+    """One of a node's pools, as published by the agent."""
 
     devices: _Number
     wait_p50_ms: _Number = 0  # forecast for the cells of one more seat: half of the cells wait at most this long ...
@@ -59,12 +59,12 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no more jobs, or ""
 
     def is_stale(self, now_s: int) -> bool:
-        """Return whether the summary is too old to be relied on."""
+        """Return whether the summary is too old to rely on."""
         return now_s - self.at_s > STALE_S
 
 
 def encode_summary(summary: NodeSummary) -> str:
-    """Return the summary as text. Leave out the last pools if the text would exceed `MAX_SUMMARY`."""
+    """Return the summary as text. Omit the last pools if the text would otherwise exceed `MAX_SUMMARY`."""
     while True:
         text = _OUTSIDE_WORDS.sub(_escaped, msgspec.json.encode(summary).decode())
         if len(text) <= MAX_SUMMARY:
@@ -94,7 +94,7 @@ def parse_summary(text: str) -> NodeSummary:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return the JSON escape of a character that a summary must not contain. In compact JSON, such characters occur only in strings."""
+    """Return the JSON escape for a character not allowed in a summary. In compact JSON, such characters can only occur in strings."""
     code = ord(found[0])
     if code > 0xFFFF:
         code -= 0x10000
@@ -103,7 +103,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class PoolCapacity(PoolShares, frozen=True, kw_only=True):
-    """One pool of a host, as the broker reports it."""
+    """One of a host's pools, as reported by the broker."""
 
     devices: list[str]  # UUIDs, without devices that are lost or being emptied
     wait_p50_s: float  # forecast for the cells of one more seat: half of the cells wait at most this long ...

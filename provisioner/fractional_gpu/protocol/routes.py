@@ -1,7 +1,7 @@
 """All routes of the broker's API, in one table for the server, the client and docs/routes.md.
 
-The API is HTTP and JSON on a UNIX socket. In a path, `{lease}` stands for the id of a lease, and the other names work likewise. A GET
-request sends its fields in the query, and all other requests send their fields in the body. The broker identifies peers by their uid and by
+The API uses HTTP and JSON over a UNIX socket. In a path, `{lease}` stands for the id of a lease, and the other names work the same way. GET
+requests send their fields in the query, and all other requests in the body. The broker identifies peers by their uid and by
 `Authorization: Bearer TOKEN`.
 """
 
@@ -69,7 +69,7 @@ class EmptyRequest(Struct, frozen=True):
 
 
 class FreshQuery(Struct, frozen=True, kw_only=True):
-    """A query that asks the broker to sample the devices first if `fresh` is set."""
+    """A query. If `fresh` is set, the broker samples the devices before it answers."""
 
     fresh: bool = False
 
@@ -82,15 +82,15 @@ class OthersQuery(Struct, frozen=True, kw_only=True):
 
 
 class NoteRequest(Struct, frozen=True, kw_only=True):
-    """The user's own words about the lease, or "" to remove them."""
+    """A user's note on a lease. An empty note removes the existing one."""
 
     note: Annotated[str, Meta(max_length=MAX_NOTE)]
 
 
 class Route(Struct, Generic[Request, Reply], frozen=True):
-    """One method of one path.
+    """One HTTP method on one path.
 
-    Messages that kernels rarely need are named by module and class, and imported when they are used.
+    Messages that kernels rarely need are given as strings of the form `module.Class`, and imported when they are used.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Route(Struct, Generic[Request, Reply], frozen=True):
 
     @property
     def request_type(self) -> type[Request]:
-        """The type of the message that is sent."""
+        """The type of the request message."""
         kind: type[Request] = _loaded(self.request)
         return kind
 

@@ -1,8 +1,8 @@
-"""Messages about seats: what a pool offers to a user of the hub, and the seat of one server.
+"""Messages about seats: what a pool offers a hub user, and the seat of one server.
 
 A lease request carries the seat's id in the field `seat` and its token in the header `Authorization: Bearer TOKEN`. The broker then takes
-owner, pool, priority and weight from the seat and not from the request, and limits the total size of the seat's kernels to the size of the
-seat.
+the owner, pool, priority and weight from the seat rather than the request, and limits the combined size of the seat's kernels to the size
+of the seat.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from fractional_gpu.protocol.status import SeatStatus
 
 
 class OfferRequest(Struct, frozen=True, kw_only=True):
-    """A request for the offers of all pools to one user of the hub. It names the user and the user's groups at the hub."""
+    """A request for all pools' offers to one hub user. It contains the user's name and groups on the hub."""
 
     owner: str
     groups: list[str] = []
@@ -38,7 +38,7 @@ class FractionOffer(Struct, frozen=True, kw_only=True):
 
 
 class PoolOffer(Struct, frozen=True, kw_only=True):
-    """A pool's offer to one user. `why_not` explains why the user cannot use the pool now, and is empty if the user can."""
+    """A pool's offer to one user. `why_not` explains why the user cannot use the pool now, or is empty if the user can."""
 
     pool: str
     why_not: str
@@ -55,7 +55,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
 
 
 class Offers(Struct, frozen=True, kw_only=True):
-    """The pools that one user can choose from, and the default choice, which is empty if nothing is available now."""
+    """The pools one user can choose from, and the default choice, which is empty if nothing is available now."""
 
     pools: list[PoolOffer] = []
     default_pool: str = ""
@@ -64,9 +64,9 @@ class Offers(Struct, frozen=True, kw_only=True):
 
 
 class SeatRequest(Struct, frozen=True, kw_only=True):
-    """A request for a seat for one server of a user.
+    """A request for a seat for one of a user's servers.
 
-    Memory is in MiB. None stands for the fraction's share of a device.
+    Memory is in MiB, and None means the fraction's share of a device.
     """
 
     owner: str
@@ -87,7 +87,7 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
 
 
 class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
-    """A line of a stream that reports the wait for a seat. The last line is `granted`, with the seat and its token, or `refused`."""
+    """A line in a stream that reports on a wait for a seat. The last line is `granted`, with the seat and its token, or `refused`."""
 
     seat_id: str = ""
     token: str = ""
@@ -97,20 +97,20 @@ class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
 
 
 class SeatList(Struct, frozen=True, kw_only=True):
-    """All seats, oldest first, and how many requests wait in each pool."""
+    """All seats, oldest first, and the number of requests waiting in each pool."""
 
     seats: list[SeatStatus] = []
     waiting: dict[str, int] = {}
 
 
 class PoolChange(Struct, frozen=True, kw_only=True):
-    """New values for some keys of a pool, in the form of the configuration. Other keys stay unchanged."""
+    """New values for some of a pool's keys, in the format of the configuration. The other keys stay unchanged."""
 
     keys: dict[str, Any] = {}
 
 
 class PoolKeys(Struct, frozen=True, kw_only=True):
-    """The current keys of a pool. `changed` names the keys that differ from the configuration."""
+    """A pool's current keys. `changed` lists those that differ from the configuration."""
 
     pool: str
     devices: list[str]  # ids

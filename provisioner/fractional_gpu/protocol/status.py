@@ -1,6 +1,6 @@
-"""Messages about the state of leases, devices and the host, and about the past of leases.
+"""Messages about the state and history of leases, and about the state of devices and the host.
 
-A lease's status includes the arbiter's view of it (`core.model`) unchanged. Kernels do not load this module when they start.
+A lease's status includes the arbiter's view of it (`core.model`) unchanged. Kernels do not load this module on startup.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from fractional_gpu.protocol.messages import KERNEL, Workload
 
 
 class ShareAdvice(Struct, frozen=True, kw_only=True):
-    """Advice on the share of a notebook, or of a server if no notebook is named. It changes nothing."""
+    """Advice on a notebook's share, or on a server's share if no notebook is named. The advice itself changes nothing."""
 
     pool: str
     owner: str
@@ -28,7 +28,7 @@ class ShareAdvice(Struct, frozen=True, kw_only=True):
 
 
 class StoryLine(Struct, frozen=True, kw_only=True):
-    """One thing that happened to a lease. `at_ms` counts from the epoch."""
+    """One event in a lease's history. `at_ms` is the time since the epoch."""
 
     at_ms: int
     reason: str
@@ -36,7 +36,7 @@ class StoryLine(Struct, frozen=True, kw_only=True):
 
 
 class Story(Struct, frozen=True, kw_only=True):
-    """The recorded reasons for everything that happened to a lease, oldest first. `omitted` counts the oldest lines that are left out."""
+    """The recorded events of a lease and their reasons, oldest first. `omitted` is the number of older lines that are left out."""
 
     lease_id: str
     lines: list[StoryLine] = []
@@ -72,9 +72,9 @@ class Neighbour(Struct, frozen=True, kw_only=True):
 
 
 class LeftProcess(Struct, frozen=True, kw_only=True):
-    """A process that outlives its kernel and still holds device memory.
+    """A process that has outlived its kernel and still holds device memory.
 
-    The memory is in MiB, and 0 if it is saved on the host or unknown.
+    `used_mib` is 0 if the memory is saved on the host or its size is unknown.
     """
 
     pid: int
@@ -100,7 +100,7 @@ class Cap(StrEnum):
 
 
 class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
-    """One lease, for people and programs: what the arbiter knows of the lease, and what the broker knows of its kernel."""
+    """The status of a lease, for people and programs: the arbiter's view of the lease, and the broker's information about its kernel."""
 
     lease: LeaseView  # times are on the clock of `now_ms`
     now_ms: int
@@ -128,7 +128,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> LeaseSpec:
-        """The size and the pool that the kernel requested and was granted."""
+        """The size and pool the kernel requested and was granted."""
         return self.lease.spec
 
     @property
@@ -143,22 +143,22 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def age_ms(self) -> int:
-        """How long the lease has been in its state, in ms."""
+        """How long the lease has been in its current state, in ms."""
         return max(0, self.now_ms - self.lease.since_ms)
 
     @property
     def pinned_ms(self) -> int:
-        """How long the lease remains pinned, in ms. 0 if it is not pinned."""
+        """How long the lease will remain pinned, in ms, or 0 if it is not pinned."""
         return max(0, self.lease.pinned_until_ms - self.now_ms)
 
     @property
     def goes_away_in_ms(self) -> int | None:
-        """How long until the first of its devices becomes unavailable, in ms. None if all stay."""
+        """How long until the first of its devices becomes unavailable, in ms, or None if they all remain available."""
         return None if self.lease.deadline_ms is None else max(0, self.lease.deadline_ms - self.now_ms)
 
 
 class Stranger(Struct, frozen=True, kw_only=True):
-    """A process that uses a device without a lease. Only its user and administrators see more than the user's name."""
+    """A process that is using a device without a lease. Other users, except administrators, only see its user's name and its memory."""
 
     pid: int = 0  # 0 (like the fields below) if hidden from this viewer
     user: str
@@ -169,13 +169,13 @@ class Stranger(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name that this viewer sees, such as `python (your process 4711)` or `a program of bob`. Callers must escape it in HTML."""
+        """The name this viewer sees, such as `python (your process 4711)` or `a program of bob`. Callers must escape it in HTML."""
         whose = f"your process {self.pid}" if self.own else f"process {self.pid} of {self.user}"
         return f"{self.command} ({whose})" if self.command else f"a program of {self.user}"
 
 
 def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
-    """Say how much device memory each of these processes holds, or return "" if this is unknown.
+    """Say how much device memory each of these processes holds. Return "" if it is unknown.
 
     For example: `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`.
     """
@@ -184,9 +184,10 @@ def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):
-    """One device.
+    """The status of a device.
 
-    Memory is in MiB. All processes together hold `used`, leases have `reserved`, and processes without a lease hold `stranger`.
+    Memory is in MiB. `used_mib` is held by all processes together, `stranger_mib` by those without a lease, and `reserved_mib` is reserved
+    by leases.
     """
 
     device_id: str
@@ -214,7 +215,7 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
 
 
 class Seat(Struct, frozen=True, kw_only=True):
-    """The entitlement of a hub's user in a pool: what all kernels of one server together may have. Memory is in MiB."""
+    """A hub user's entitlement in a pool: what all kernels of one server may use together. Memory is in MiB."""
 
     seat_id: str
     owner: str  # the user's name at the hub
@@ -237,7 +238,7 @@ class Seat(Struct, frozen=True, kw_only=True):
 
 
 class SeatStatus(Seat, frozen=True, kw_only=True):
-    """One seat, for people and programs. Ages are in milliseconds."""
+    """The status of a seat, for people and programs. Ages are in milliseconds."""
 
     kernels: int
     used_milli: int  # the part of the fraction that its kernels use
@@ -248,7 +249,7 @@ class SeatStatus(Seat, frozen=True, kw_only=True):
 
 
 class SeatWait(Struct, frozen=True, kw_only=True):
-    """A request in the queue for seats of a pool. Memory is in MiB, and times are in milliseconds."""
+    """A request waiting for a seat in a pool. Memory is in MiB, and times are in milliseconds."""
 
     pool: str
     position: int  # counted from 1
@@ -264,7 +265,7 @@ class SeatWait(Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
-    """The state of the host. Each user sees only their own leases, but the sums of the devices include all leases."""
+    """The state of the host. Users only see their own leases, but the devices' totals include all leases."""
 
     version: str
     pid: int

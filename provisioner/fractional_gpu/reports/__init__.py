@@ -1,1 +1,1 @@
-"""Reports of what leases used, as sums, tables, JSON, chargeback rows and HTML. This package does no I/O."""
+"""Reports on lease usage, as totals, tables, JSON, chargeback rows and HTML. This package does no I/O."""

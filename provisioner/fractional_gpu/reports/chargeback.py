@@ -1,8 +1,8 @@
 """A report as CSV for chargeback systems, in the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
 
-There is one row for each hour or day, user, group, pool, currency and other requested column. It has all 21 mandatory columns of FOCUS 1.2
-and some others (docs/costs.md). Columns with the prefix `x_` are our own. No number passes through a float, so `BilledCost` sums to exactly
-the total.
+There is one row per hour or day, user, group, pool, currency and any other requested column. The CSV has all 21 mandatory columns of FOCUS
+1.2 and some others (docs/costs.md). Columns with the prefix `x_` are our own. Numbers are never converted to floats, so the `BilledCost`
+values add up to the exact total.
 """
 
 import csv
@@ -19,9 +19,9 @@ from fractional_gpu.reports.periods import bounds
 from fractional_gpu.reports.sums import ACCOUNT, rolled_up
 
 NO_CURRENCY: Final = "XXX"
-"""ISO 4217's code for no currency. FOCUS requires a code."""
+"""ISO 4217's code for no currency. FOCUS requires a currency code."""
 _USERS: Final = {"": "user", "machine": "user", "hub": "hub-user"}
-"""Prefixes of user ids, by account. A hub user and a machine user of the same name are billed separately."""
+"""Prefixes of user ids, by account. A hub user and a machine user with the same name are billed separately."""
 _HOURS: Final = "GPU-Hours"
 _PLACES: Final = 6
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
@@ -51,9 +51,9 @@ def grain(by: Sequence[str]) -> list[str]:
 
 
 def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
-    """Return the rows, with a header. The report must be at least as fine as `grain(by)`.
+    """Return the rows as CSV, with a header. The report must be at least as fine as `grain(by)`.
 
-    `provider` is the name of the party that bills, such as the machine.
+    `provider` is the name of the billing party, such as the machine.
     """
     entries = rolled_up(report.entries, grain(by))
     measured = {
@@ -135,7 +135,7 @@ def _resource(report: UsageReport, of: dict[str, str]) -> dict[str, str]:
 
 
 def _name(text: str) -> str:
-    """Return a name that a spreadsheet does not read as a formula."""
+    """Return the name in a form that spreadsheets do not read as a formula."""
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

@@ -1,7 +1,7 @@
 """The columns of a report's tables, for terminals and pages: names, formatted figures, rows and totals.
 
-The shown parts add up to the shown total. Amounts are exact. For other figures, the running sums are rounded, and each part is shown
-as the difference of two of them. So the last digit of a part may be off by one.
+The displayed parts add up to the displayed total. Amounts are exact. For other figures, the running sums are rounded, and each part is
+shown as the difference between two of them, so the last digit of a part may be off by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _MG_PER_KG: Final = 1_000_000
 class Column:
     """A column of figures.
 
-    The shown value is the figure divided by `unit`, or an exact amount if `unit` is 0. Columns with `resource` are shown in the second
+    The displayed value is the figure divided by `unit`, or an exact amount if `unit` is 0. Columns with `resource` are shown in the second
     table.
     """
 
@@ -78,9 +78,9 @@ CARBON: Final = Column(
 
 
 def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column], bool] | None = None) -> Table:
-    """Return the sums of leases, what no lease held, and the totals. The report must have sums by user, or finer ones.
+    """Return a table of totals for leases, for time without a lease, and for both. The report must be grouped by user, or more finely.
 
-    Amounts are left out if nothing has a price, and CO2 is left out if no figures for it are configured.
+    Amounts are omitted if nothing has a price, and CO2 is omitted if no figures for it are configured.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     parts, rest = rolled_up(of_leases(finer), by), rolled_up(of_no_lease(finer), [])
@@ -118,7 +118,7 @@ def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> li
 
 
 def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
-    """Format values in `unit` with this many decimals. Running sums are rounded half up, so that the shown values add up to their sum."""
+    """Format values in `unit` with `places` decimals. Running sums are rounded half up, so that the results add up to their total."""
     step, shown, before, running = 10**places, [], 0, 0
     for value in values:
         running += value
@@ -130,7 +130,7 @@ def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
 
 
 def amount_text(milli: int, currency: str = "") -> str:
-    """Format an amount in thousandths exactly, such as `1,234.500 EUR`, or `-` without a currency."""
+    """Format an amount in thousandths without rounding, such as `1,234.500 EUR`. Without a currency, return `-`."""
     if not currency:
         return "-"
     return f"{milli // 1000:,}.{milli % 1000:03} {currency}"
@@ -141,7 +141,7 @@ def percent_text(share: int, of: int) -> str:
 
 
 def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
-    """Return a function that formats an entry's value in a column. If needed, it adds `hub` or `machine` to the name of a user."""
+    """Return a function that formats an entry's value in a column. It adds `hub` or `machine` to user names if necessary."""
     is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
 
     def name(column: str, entry: UsageEntry) -> str:
@@ -158,9 +158,9 @@ def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
 
 
 def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], str]:
-    """Return a function that names the user or group of a budget.
+    """Return a function that names a budget's user or group.
 
-    It returns `user ada`, or `user ada (hub)` if users of both the hub and the machine occur.
+    It returns `user ada`, or `user ada (hub)` if there are users from both the hub and the machine.
     """
     is_mixed = len({one.account for one in budgets if one.kind == "user"}) > 1
 
@@ -172,7 +172,7 @@ def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], st
 
 
 def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:
-    """Return a function that names the notebook, and also its user (of the hub or the machine) if there are several."""
+    """Return a function that names the notebook and, if there are several users, its user (on the hub or the machine)."""
     several = len({(one.owner, one.seated) for one in advice}) > 1
     is_mixed = len({one.seated for one in advice}) > 1
 

@@ -1,6 +1,6 @@
-"""A report as one HTML page without scripts, and its parts for the hub's pages: sums, bars of days and costs, and tables.
+"""A report as a single HTML page without scripts, and its parts for the hub's pages: totals, daily bars, cost bars, and tables.
 
-The templates are in `fractional_gpu.pages`. Everything drawn is also available as text.
+The templates are in `fractional_gpu.pages`. All figures in charts are also available as text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,10 +63,10 @@ class Bars:
 def page(
     report: UsageReport, by: Sequence[str], *, made_by: str, whole: bool = True, zone: tzinfo | None = None
 ) -> str:
-    """Return the page. The report must have sums by day, user, group, pool and the columns in `by`.
+    """Return the page. The report must be grouped by day, user, group, pool and the columns in `by`.
 
-    `made_by` is the command and its version. `whole` means that the report covers whole devices, so that the time when no lease holds them
-    counts as free. `zone` is the report's time zone, and None is the machine's.
+    `made_by` is the command and its version. `whole` means that the report covers whole devices, so that time without a lease counts as
+    free. `zone` is the report's time zone, or None for the machine's time zone.
     """
     title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
     return render(
@@ -78,7 +78,7 @@ def page(
 def body(
     report: UsageReport, by: Sequence[str], *, whole: bool = True, others: Mapping[str, UsageReport] | None = None
 ) -> str:
-    """Return the parts of the page, from the sums to the legend. `others` maps headings to further reports with sums by user."""
+    """Return the body of the page, from the totals to the legend. `others` maps headings to further reports, grouped by user."""
     days = day_bars(report, whole=whole)
     leases = of_leases(report.entries)
     several = [
@@ -149,7 +149,7 @@ def _tables(report: UsageReport, by: Sequence[str]) -> list[tuple[str, Table]]:
 
 
 def bars(report: UsageReport, column: str) -> list[Bars]:
-    """Return the charges of each user, group and so on, largest first. Without prices, return the charged GPU hours."""
+    """Return bars for the charges per user, group and so on, largest first. Without prices, they show the charged GPU hours."""
     entries = rolled_up(of_leases(report.entries), [column])
     name_of, title = names_of(report), TITLES.get(column, column)
     found = []
@@ -175,9 +175,9 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
 
 
 def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
-    """Return the figures of each day from the first to the last day with use, or of each month if there are many days.
+    """Return the figures for each day from the first to the last day with any use, or for each month if there are many days.
 
-    `whole` means that the report covers whole devices and all users, so that the time when no lease holds them counts as free.
+    `whole` means that the report covers whole devices and all users, so that time without a lease counts as free.
     """
     used = sorted({one.of["day"] for one in rolled_up(report.entries, ["day"])})
     if not used:

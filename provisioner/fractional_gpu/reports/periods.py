@@ -1,7 +1,7 @@
-"""The period of a report, such as `this-month`, `7d` or `2026-11-24`, in seconds since 1970.
+"""Converts the period of a report, such as `this-month`, `7d` or `2026-11-24`, to seconds since 1970.
 
-As a beginning, a word or a date stands for its first moment. As an end, it stands for its last moment, so `yesterday` to `yesterday` is all
-of yesterday. Figures are hourly, so a beginning is rounded down to the hour.
+When used as the start of a period, a word or date means its first moment. When used as the end, it means its last moment, so `yesterday` to
+`yesterday` is all of yesterday. Figures are hourly, so the start is rounded down to the hour.
 """
 
 import re
@@ -20,9 +20,9 @@ _LONGEST_DATE: Final = 10  # characters; a longer text is a time
 
 
 def period(since: str, until: str | None, now_s: int, zone: tzinfo | None = None) -> tuple[int, int]:
-    """Return the beginning and the exclusive end, in seconds since 1970.
+    """Return the start and the exclusive end, in seconds since 1970.
 
-    If `until` is None, the period ends now. If `zone` is None, it is the machine's time zone. Raises ValueError.
+    If `until` is None, the period ends now. `zone` defaults to the machine's time zone. Raises ValueError.
     """
     begin_s = _moment("--since", since, now_s, zone, end=False)
     end_s = max(now_s, begin_s + 1) if until is None else _moment("--until", until, now_s, zone, end=True)

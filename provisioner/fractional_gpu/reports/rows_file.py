@@ -1,7 +1,7 @@
-"""Reads metered rows from a file of `jupyter gpu simulate --set usage=FILE`, and sums them as the broker sums its ledger.
+"""Reads metered rows from a file written by `jupyter gpu simulate --set usage=FILE`, and sums them as the broker does.
 
-The file is JSON. It has `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with `key`, `party`
-and its nonzero `figures`. Hours, days and months are in UTC.
+The file contains a JSON object with `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with
+`key`, `party` and its nonzero `figures`. Hours, days and months are in UTC.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""Sums what leases used by the requested columns, both for the broker's ledger and for files of rows.
+"""Adds up lease usage by the requested columns, both for the broker's ledger and for files of rows.
 
-Entries have an `account` even if it was not requested, to keep apart a hub user and a machine user of the same name. All figures are
-integers, so summing the entries of a finer report (`rolled_up`) gives exactly the coarser report.
+Entries by user have an `account` even if it was not requested, to distinguish a hub user from a machine user with the same name. All
+figures are integers, so summing the entries of a finer report (`rolled_up`) gives exactly the coarser report.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.periods import bounds
 
 CarbonOf = Callable[[int, int], int]
-"""Returns the milligrams of CO2 for an amount of energy (in mJ) that was drawn in an hour.
+"""A function that converts energy drawn during an hour (in mJ) to CO2 (in mg).
 
 The arguments are the energy and the start of the hour, in seconds since 1970.
 """
@@ -27,7 +27,7 @@ _LENGTHS: Final = {"day": 10, "month": 7}  # how many characters of a time are t
 
 
 def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
-    """Format an hour, its day or its month, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`.
+    """Format an hour, or its day or month, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`.
 
     If `zone` is None, use the machine's time zone.
     """
@@ -49,7 +49,7 @@ def summed(
     carbon_of: CarbonOf | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageEntry]:
-    """Return sorted sums by the columns in `by` and the currency. Rows have `columns_for(by)`, `currency`, and `hour` for times."""
+    """Return sorted totals by the columns in `by` and the currency. Rows need `columns_for(by)`, `currency` and, for times, `hour`."""
     named = with_account(by)
     text = lru_cache(maxsize=None)(time_text)  # there are many rows, but few hours
 
@@ -87,7 +87,7 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
     """Sum the entries of a finer report by the columns in `by`. Days can be summed from hours, and months from either.
 
-    Raises KeyError if the report is coarser.
+    Raises KeyError if the report is too coarse.
     """
     named = with_account(by)
     return _added_up(
@@ -100,9 +100,9 @@ def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEnt
 
 
 def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
-    """Return the beginning and the end of each day and month in the entries, in seconds since 1970.
+    """Return the start and end of each day and month in the entries, in seconds since 1970.
 
-    They are in the broker's time zone, which is the machine's if `zone` is None.
+    `zone` is the broker's time zone, or None for the machine's time zone.
     """
     texts = {text for one in entries if (text := next((one.of[name] for name in TIMES if name in one.of), ""))}
     named = {text[:length] for text in texts for length in _LENGTHS.values() if len(text) >= length}

@@ -1,4 +1,4 @@
-"""The simulator runs the arbiter in virtual time. Its errors are defined here."""
+"""Runs the arbiter in virtual time. This module defines the simulator's errors."""
 
 __all__ = ["SimulationError", "TraceError"]
 

@@ -1,7 +1,7 @@
-"""Simulates, on the same trace, what users do without this project (docs/simulator.md describes these baselines).
+"""Simulates what users would do without this project, on the same trace (docs/simulator.md describes these baselines).
 
-If a session waits for a host, or its culled kernel waits for GPUs, the rest of the session is delayed. Hosts are chosen by best fit.
-Whole GPUs come from the host with the fewest free GPUs that are enough, and a fraction from the device with the least room that is enough.
+If a session waits for a host, or its culled kernel waits for GPUs, the rest of the session is delayed. Hosts are chosen by best fit: whole
+GPUs come from the host with the fewest free GPUs, and a fraction from the device with the least room, among those with enough.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ def run_baseline(
 ) -> Result:
     """Run one of `BASELINES` on a machine. `rule` and `seed` are for baselines that use the arbiter.
 
-    `progress` is called with the number of ended sessions and the total. The run stops if it can no longer meet the goal. Raise
+    `progress` is called with the number of ended sessions and the total. The run stops if it can no longer meet the goal. Raises
     SimulationError for an unknown name or a session that cannot be served.
     """
     if name not in BASELINES:

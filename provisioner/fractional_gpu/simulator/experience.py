@@ -1,7 +1,7 @@
 """Measures how long cells and sessions wait, and how late cells end (docs/simulator.md defines wait, lateness and stretch).
 
-Only GPU cells count. Times are in ms and stretches in thousandths. If a cell runs out of memory, only its wait is counted.
-The stretch is the bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
+Only GPU cells are included. Times are in ms and stretches in thousandths. If a cell runs out of memory, only its wait is counted. The
+stretch is the bounded slowdown defined by Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class Spread:
 
 
 def stretch_milli(late_ms: int, alone_ms: int) -> int:
-    """Return the stretch of a cell that takes `alone_ms` alone and ends `late_ms` later.
+    """Return the stretch of a cell that would take `alone_ms` by itself and ends `late_ms` late.
 
     It is in thousandths, rounded down, and at least 1000.
     """
@@ -47,7 +47,7 @@ def stretch_milli(late_ms: int, alone_ms: int) -> int:
 
 
 def nearest_rank(ordered: Sequence[int], percent: int) -> int:
-    """Return the smallest value that `percent` of the sorted values do not exceed, or 0 if there are no values."""
+    """Return the smallest value that at least `percent` % of the sorted values do not exceed, or 0 if there are no values."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0
 
 
@@ -55,8 +55,8 @@ def nearest_rank(ordered: Sequence[int], percent: int) -> int:
 class Goal:
     """The limits that a run must meet, in ms. None means no limit.
 
-    `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of the cells' waits and of the sessions' waits for a host.
-    `p95_late_ms` limits the 95th percentile of a user's lateness, for 95 % of the users, and of the sessions' waits for a host.
+    `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of cells' waits and of sessions' waits for a host. `p95_late_ms`
+    limits the 95th percentile of lateness for 95 % of the users, and the 95th percentile of sessions' waits for a host.
     """
 
     p95_wait_ms: int | None = None
@@ -80,10 +80,10 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """The number of further waits that can exceed a limit before their percentile exceeds it, too.
+    """How many more durations can exceed a limit before their percentile exceeds it as well.
 
-    The percentile p of n times (nearest rank) is within a limit if and only if at most n - ceil(n p) of the times exceed the limit. Times
-    are only added. So if more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.
+    The percentile p of n durations (nearest rank) is within a limit if and only if at most n - ceil(n p) of them exceed it. Durations are
+    never removed, so once more than floor(N (1 - p)) of at most N exceed it, the rest of the run cannot change the outcome.
     """
 
     limit_ms: int
@@ -100,7 +100,7 @@ class _Allowance:
 
 
 class UserExperience:
-    """The waits and lateness of a run's users. If the run can no longer meet its goal, `hopeless` says why."""
+    """The waits and lateness that a run's users experience. If the run can no longer meet its goal, `hopeless` says why."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
         self.waits_ms: dict[int, list[int]] = {}  # by host
@@ -129,13 +129,13 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a cell that is still waiting, and whose wait has just exceeded the wait limit with the index `limit`."""
+        """Count a waiting cell whose wait has just exceeded the wait limit at index `limit`."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that begins after `wait_ms`. The method `overdue` has already counted it against the first `overdue` limits."""
+        """Count a cell that starts after waiting `wait_ms`. `overdue()` has already counted it against the first `overdue` limits."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
@@ -175,11 +175,11 @@ class Lateness:
         return Spread.of(late_ms for user in self.users for late_ms in user.ordered)
 
     def percentile_of_users_ms(self, percent: int) -> int:
-        """Return this percentile, over all users, of the 95th percentile of each user's lateness."""
+        """Return this percentile, across all users, of each user's 95th percentile of lateness."""
         return nearest_rank(sorted(user.percentile_ms(95) for user in self.users), percent)
 
     def of_users(self) -> dict[str, float]:
-        """Return the 95th percentile of lateness in seconds, for the median user, the 95th user in a hundred and the worst user."""
+        """Return the 95th percentile of lateness in seconds, for the median user, the 95th percentile of users and the worst user."""
         return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
 
     def stretch_of_users(self) -> dict[str, float]:

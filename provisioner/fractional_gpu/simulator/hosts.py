@@ -1,7 +1,7 @@
-"""Several hosts that share one clock, and the door that gives each session its host.
+"""Several hosts that share one clock, and the door that assigns each session to a host.
 
 docs/simulator.md describes the door's rules. The door knows how much the leases of open sessions may use on each host. A host's room is
-what its devices offer in the session's pool, minus this amount. The door does not know what kernels hold now or how busy devices are.
+what its devices offer in the session's pool, minus that amount. The door does not know what kernels currently hold or how busy devices are.
 """
 
 import random
@@ -24,7 +24,7 @@ def hosts_of(machine: Machine) -> tuple[Host, ...]:
 
 
 class Moments:
-    """The virtual time of all hosts, and a heap of planned moments. Moments at the same time run in the order of planning."""
+    """The virtual time of all hosts, and a heap of scheduled moments. Moments at the same time run in the order they were scheduled."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -45,9 +45,9 @@ class Moments:
 
 
 class Leases:
-    """The lease that each session requests on each host, or None if the host can never serve it.
+    """The lease each session requests on each host, or None if the host can never serve the session.
 
-    Raise SimulationError if no host can serve a session.
+    Raises SimulationError if no host can serve a session.
     """
 
     def __init__(self, hosts: Sequence[Host], trace: Sequence[Session]) -> None:
@@ -86,7 +86,7 @@ class DoorRule(StrEnum):
 
 
 class Door:
-    """Chooses the host of each session. `seed` is for the rule `RANDOM`, which gives more sessions to hosts with more devices."""
+    """The door that chooses each session's host. `seed` is for the rule `RANDOM`, which gives more sessions to hosts with more devices."""
 
     notice_ms = 0  # from a session's end until a waiting session may get its room
 
@@ -104,7 +104,7 @@ class Door:
         )  # open sessions with one GPU, and with several
 
     def admitted(self) -> Iterator[tuple[Session, int, LeaseSpec]]:
-        """Take sessions that get a host from the queue. A later session that fits passes one that does not."""
+        """Yield sessions that get a host and remove them from the queue. A session that fits may overtake earlier ones that do not."""
         for session in list(self.queue):
             if (chosen := self.choose(session)) is not None:
                 self.queue.remove(session)
@@ -130,8 +130,8 @@ class Door:
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
         """Return a host's rank for a lease. The host with the lowest rank is chosen.
 
-        If no host has enough room, the kernel will share devices with others by turns, preferably with kernels of its own size: a kernel
-        that uses 8 GPUs delays only one other kernel of 8 GPUs, but it would delay many kernels of one GPU.
+        If no host has enough room, the kernel will take turns with others on its devices, preferably with kernels of its own size: a kernel
+        that uses 8 GPUs delays only one other 8-GPU kernel, but would delay many 1-GPU kernels.
         """
         room_mib = self._room_mib[host][lease.pool]
         if self.rule is DoorRule.MOST_FREE:

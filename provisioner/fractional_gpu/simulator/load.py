@@ -1,7 +1,7 @@
 """Generates a synthetic load of notebook users, with the statistics of a published trace or with other habits (docs/simulator.md).
 
-Each quantity of a session has its own random numbers, so that changing one option does not change the other quantities. A seed gives the
-same trace on every machine.
+Each quantity of a session has its own random numbers, so that changing one option does not affect the other quantities. The same seed gives
+the same trace on every machine.
 """
 
 import random
@@ -38,7 +38,7 @@ class Memory(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The behaviour of synthetic users, by default as in the published trace. Percentages are integers."""
+    """How synthetic users behave. The defaults match the published trace. Percentages are integers."""
 
     habit: Habit = Habit.PUBLISHED
     # The next four apply only to the published habit.
@@ -59,15 +59,15 @@ class Load:
 # Signs that people give before running a cell, and groups of users.
 
 SIGN_MS = 60_000
-"""How long a sign from a front end counts, in ms."""
+"""How long a sign from a front end remains valid, in ms."""
 _MOST_FALSE = 50  # in one gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """The signs that a GPU cell is coming. `false_percent` of them are false. There are none if `foresight_ms` is 0.
+    """Signs that a GPU cell is coming. `false_percent` is the percentage that are false. There are none if `foresight_ms` is 0.
 
-    A sign comes `foresight_ms` before each GPU cell, or immediately after the previous cell if the gap is shorter. False signs come at any
+    True signs appear `foresight_ms` before each GPU cell, or right after the previous cell if the gap is shorter. False signs appear at any
     time in a gap.
     """
 
@@ -95,8 +95,8 @@ class Group:
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
     """Return the sessions with their users' groups and pools.
 
-    Users are ordered by name and divided by the groups' weights. The names of the students of a class follow each other, so
-    they come into the same group if it is large enough.
+    Users are sorted by name and divided among the groups by weight. The students of a class have consecutive names, so they end up in the
+    same group if it is large enough.
     """
     users = sorted({session.user for session in trace})
     whole = sum(group.weight for group in groups)
@@ -118,7 +118,7 @@ def synthetic_sessions(
 ) -> list[Session]:
     """Return the sessions of all users on all days, in the order in which they open.
 
-    `progress` is called with the number of user days done and the total.
+    `progress` is called with the number of user-days done and the total.
     """
     sessions = []
     for day in range(days):
@@ -167,7 +167,7 @@ def _gpu_cell(start_ms: int, duration_ms: int, machine: _Machine, util_percent: 
 
 
 class _UserDay:
-    """One day of one user. Until `session`, times are in the user's time zone. `group` is the class that the user attends, if any."""
+    """One day of one user. Times are in the user's time zone until `session` converts them. `group` is the user's class, if any."""
 
     def __init__(self, number: int, day: int, seed: int, load: Load, group: int | None) -> None:
         self.load, self._seed, self._group = load, seed, group
@@ -340,7 +340,7 @@ _CLASS_MS = 90 * _MINUTE_MS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HabitCurves:
-    """The distributions of a habit, as quantile functions. Times are in seconds, memory is in MiB per GPU, and utilisation in percent."""
+    """A habit's distributions, as quantile functions. Times are in seconds, memory is in MiB per GPU, and utilisation is in percent."""
 
     head_s: _Points  # from the opening to the first cell
     cell_s: _Points

@@ -1,7 +1,6 @@
 """Runs one host, with its arbiter, devices and sessions, in virtual time.
 
-docs/simulator.md states the assumptions, for example about users' pauses, swaps and preemption. `experience` measures how users experience
-the run.
+docs/simulator.md states the assumptions, for example about users' pauses, swaps and preemption. `experience` measures waits and lateness.
 """
 
 import random
@@ -63,7 +62,7 @@ _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The state that all hosts of a run share. `over` is called when a session's lease ends, and `ended` when the session is over."""
+    """The state shared by all hosts of a run. `over` is called when a session's lease ends, and `ended` when the session is over."""
 
     moments: Moments
     accounts: Accounts
@@ -137,7 +136,7 @@ class HostRun:
         self._run.moments.at(self.now_ms + wait_ms, act)
 
     def send(self, event: Event) -> None:
-        """Send an event to the arbiter, carry out the effects, and then send the events that result from them."""
+        """Send an event to the arbiter, carry out its effects, and then send the events that result from them."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -331,7 +330,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Report memory again, as the broker would, to show the arbiter that its use is stable. Include the cell that still runs."""
+        """Report memory again, as the broker would, to show the arbiter that use is stable. Include the cell if it is still running."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None
@@ -431,7 +430,7 @@ class HostRun:
             self._save(kernel, effect)
 
     def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
-        """Ask the arbiter for more host memory if a suspend needs more than is reserved. If the host has none left, abort the suspend.
+        """Ask the arbiter for more host memory for a suspend that needs more than is reserved. If the host has none, abort the suspend.
 
         The broker does the same.
         """
@@ -512,7 +511,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel) -> bool:
-        """Return whether the swap that begins now will fail. The outcome of each swap is drawn at random."""
+        """Decide at random whether the swap that is about to start will fail."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"

@@ -1,4 +1,4 @@
-"""Records a run, with one JSON object per line (docs/simulator-files.md), and replays it. Equal runs give equal bytes."""
+"""Records a run as one JSON object per line (docs/simulator-files.md), and replays it. Identical runs give identical bytes."""
 
 import gzip
 import hashlib
@@ -34,7 +34,7 @@ _EVENTS: dict[str, type[Event]] = {
 
 
 def digest(effects: Sequence[Effect]) -> str:
-    """Return a digest of the effects. It is the same on every machine."""
+    """Return a digest of the effects, which is the same on every machine."""
     return _digest(_plain(effects))
 
 
@@ -106,9 +106,9 @@ class _Line(msgspec.Struct):
 
 
 def replay(path: Path) -> tuple[int, int]:
-    """Replay the events with a new arbiter for each host. Return the numbers of events and effects.
+    """Replay the events with a new arbiter for each host. Return the number of events and the number of effects.
 
-    Raise TraceError if the log is unreadable, and SimulationError at the first event whose effects differ.
+    Raises TraceError if the log is unreadable, and SimulationError at the first event whose effects differ.
     """
     events_seen = effects_seen = 0
     try:

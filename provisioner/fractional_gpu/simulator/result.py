@@ -1,6 +1,6 @@
 """The figures of a run, and the accounts that keep them up to date.
 
-Accounts count the memory that kernels hold, not the memory that they reserve, so that `out_of_memory` counts what a real driver would have
+Accounts track the memory kernels actually hold rather than what they reserve, so that `out_of_memory` counts what a real driver would have
 refused.
 """
 
@@ -26,7 +26,7 @@ from fractional_gpu.simulator.traces import Session
 
 @dataclass(slots=True)
 class Timeline:
-    """The moments of a run, stored in columns, because a day of ten thousand users has a million moments. `at_ms` never falls."""
+    """The moments of a run, stored in columns, because a day of ten thousand users has a million moments. `at_ms` never decreases."""
 
     at_ms: "array[int]" = field(default_factory=partial(array, "q"))
     devices_held: "array[int]" = field(default_factory=partial(array, "i"))  # devices on which memory is held
@@ -48,7 +48,7 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The figures of a run. GPU time is in milli-GPU times ms, so one GPU for a second is 1,000,000.
+    """The figures of a run. GPU time is in milli-GPU milliseconds, so one GPU for one second is 1,000,000.
 
     `finish` computes waits and lateness from `experience`, and forecast errors from each host's `errors`.
     """
@@ -180,7 +180,7 @@ def _merged_errors(errors: Sequence[Sequence[ForecastError]]) -> dict[str, dict[
 
 
 class Accounts:
-    """The accounts of a run on all its hosts. The run itself updates `running_gpus` and `waiting`. Host numbers start at 0."""
+    """The accounts of a run across all its hosts. The run itself updates `running_gpus` and `waiting`. Hosts are numbered from 0."""
 
     def __init__(self, result: Result, hosts: Sequence[Host]) -> None:
         self.result = result

@@ -19,8 +19,8 @@ def fewest(
     """Return the run that meets the goal with the fewest devices (or other `counted` units), from `least` to `most`.
 
     The search begins at `start` and goes up or down, first by an eighth of `start` and then by twice as much each time, until one number
-    meets the goal and a smaller number misses it. Then it bisects. More devices do not always mean shorter waits (docs/simulator.md), so
-    a much smaller number might meet the goal, too. Raise SimulationError if even `most` are too few.
+    meets the goal and a smaller number misses it. It then bisects. More devices do not always mean shorter waits (docs/simulator.md), so a
+    much smaller number might also meet the goal. Raises SimulationError if even `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
@@ -53,10 +53,10 @@ def fewest_for_each(
     start: int = 1,
     counted: str = "devices",
 ) -> tuple[list[Result], list[int]]:
-    """Search for each of several traces, and return all runs with a number that suffices for all, and the fewest for each alone.
+    """Search for each of several traces. Return the runs with the fewest devices that suffice for every trace, and each trace's own fewest.
 
-    `run` is called with the trace, from 0, and the number of devices (or other `counted` units). The number for all is at least the largest
-    of the traces' numbers. It is larger if a trace misses the goal with it although a smaller number met it. See `fewest` for errors.
+    `run` is called with the trace's index and the number of devices (or other `counted` units). The number for every trace is at least the
+    largest of the traces' own numbers, and larger if some trace misses the goal with that. Raises the same errors as `fewest`.
     """
     runs, counts = cache(run), list[int]()
     for trace in range(traces):
@@ -79,7 +79,7 @@ def _too_few(most: int, counted: str, missed: str) -> str:
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
     """Return the largest number of devices that cells need at the same time. About this many are needed to keep waits short.
 
-    Each cell takes up its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raise
+    Each cell occupies its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raises
     SimulationError for a session that the host cannot serve.
     """
     most = _most_at_once(
@@ -95,7 +95,7 @@ def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = Fal
 def devices_for_sessions(trace: Sequence[Session], host: Host) -> int:
     """Return the largest number of devices that the fractions of open sessions need at the same time.
 
-    Raise SimulationError for a session that the host cannot serve.
+    Raises SimulationError for a session that the host cannot serve.
     """
     most = _most_at_once(
         (session.open_ms, session.close_ms, session.gpus * _milli(session, host, whole=False)) for session in trace

@@ -1,8 +1,8 @@
-"""Simulates a trace of notebook sessions in virtual time. Each host has the arbiter that the broker uses in real time.
+"""Simulates a trace of notebook sessions in virtual time. Each host has the same arbiter that the broker uses in real time.
 
-One heap holds the moments of all hosts, ordered by time and then by the order of planning. The consequences of an arbiter's effects are
-later moments. Nothing depends on a clock or on hash order. A session gets its host when it opens (`hosts`) and stays there, and `one_host`
-runs it.
+One heap contains the moments of all hosts, ordered by time and then by when they were scheduled. The consequences of an arbiter's effects
+are scheduled as later moments. Nothing depends on a clock or on hash order. When a session opens, it is assigned to a host (`hosts`), where
+it stays and is run by `one_host`.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def simulate(
     """Run the trace on one host, or on several hosts from which `door` chooses (by default with `DoorRule.FIT`).
 
     `watch` is called with every event and its effects, `progress` with the number of ended sessions and the total, and `judged` with each
-    forecast and its outcome. `meter` does not affect decisions. The run stops once it can no longer meet the `goal`. Raise SimulationError
+    forecast and its outcome. `meter` does not affect decisions. The run stops once it can no longer meet the `goal`. Raises SimulationError
     for a session that no host can serve.
     """
     hosts = hosts_of(machine)

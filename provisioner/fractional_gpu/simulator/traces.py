@@ -1,4 +1,4 @@
-"""Reads and writes session traces. A trace has two CSV files, for sessions and for their cells (docs/simulator-files.md).
+"""Reads and writes session traces. A trace has two CSV files, one for sessions and one for their cells (docs/simulator-files.md).
 
 In memory, all values are integers, in milliseconds, MiB or percent.
 """
@@ -85,7 +85,7 @@ class Cell:
 class Session:
     """One kernel with its cells, ordered by start. `gpus` and `gpu_mib` are what it would reserve without sharing.
 
-    `asked_mib` is the memory that it requests on each GPU, or 0 to request what it needs. `pool` is empty for the default pool.
+    `asked_mib` is the memory it requests on each GPU, or 0 to request what it needs. `pool` is empty for the default pool.
     """
 
     session_id: str

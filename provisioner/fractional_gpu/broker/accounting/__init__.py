@@ -1,1 +1,1 @@
-"""Accounts of what leases used: metering, reports and budgets."""
+"""Accounts for what leases use: metering, reports and budgets."""

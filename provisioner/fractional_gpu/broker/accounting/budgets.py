@@ -1,8 +1,9 @@
-"""Counts what users and groups spend, warns them, and applies a pool's setting `over_budget` once a budget is used up.
+"""Tracks what users and groups spend, warns them, and applies a pool's `over_budget` setting once a budget is used up.
 
-- A budget counts past use only, and reserves nothing. When a group's budget is used up, all its users are affected.
-- The meter reports once a minute, so up to a minute may pass before a used-up budget has consequences.
-- No kernel is ended and no state is lost. While the budget is used up, kernels get another priority, or new kernels and seats are refused.
+- A budget covers past use only, and reserves nothing. When a group's budget is used up, everyone in the group is affected.
+- The meter reports once a minute, so it can take up to a minute before a used-up budget has any effect.
+- No kernel is ended and no state is lost. While the budget is used up, kernels run at a different priority, or new kernels and seats are
+  refused.
 """
 
 import logging
@@ -77,7 +78,7 @@ def party_of(spec: LeaseSpec) -> Party:
 
 
 class BudgetKeeper:
-    """The budgets of one broker. Not thread-safe. `terms` returns the configuration of a pool, and `wall` returns ms since 1970."""
+    """One broker's budgets. Not thread-safe. `terms` returns a pool's configuration, and `wall` returns the time in ms since 1970."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class BudgetKeeper:
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
     def states(self, party: Party) -> list[BudgetState]:
-        """Return the budgets that count the use of this user, group and pool. The budget that is closest to being used up comes first."""
+        """Return the budgets that cover this user, group and pool, starting with the one closest to being used up."""
         now_s, found = self._now_s(), []
         for index, budget in enumerate(self._spending.budgets):
             if (subject := budget.subject(party)) is not None:
@@ -200,9 +201,9 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add `amount` to the subject's budgets until `until_s` (seconds since 1970), or until each budget resets.
+        """Add `amount` to the subject's budgets until `until_s` (seconds since 1970) or, if that is None, until each budget resets.
 
-        Raises LedgerError if the extension cannot be saved; the budgets are then unchanged. Cancellation does not undo the extension.
+        Raises LedgerError, leaving the budgets unchanged, if the extension cannot be saved. The extension stays if this is cancelled.
         """
         now_s = self._now_s()
         more = [

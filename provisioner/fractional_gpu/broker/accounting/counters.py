@@ -1,10 +1,10 @@
-"""Exports the meter's figures as counters for Prometheus: by pool, and by user and pool if the administrator enables it.
+"""Exports the meter's figures as Prometheus counters: by pool and, if the administrator enables it, by user and pool.
 
-- A scrape brings the meter up to date, but writes nothing. Counters start at 0 with each broker. They include the time between two brokers
-  if the meter counts it.
-- Counts are kept in whole units of the meter (such as milli-GPU milliseconds) and converted at the scrape, so that rounding errors do not
-  add up.
-- Users' names are personal data. So `users` is a separate collector, only for administrators and the configured address.
+- A scrape brings the meter up to date, but writes nothing. Counters start at 0 in each new broker. If the meter counts the gap since the
+  previous broker, they include it.
+- Counts are kept as whole numbers in the meter's units (such as milli-GPU milliseconds) and converted on each scrape, so that rounding
+  errors do not add up.
+- User names are personal data, so `users` is a separate collector, served only to administrators and on the configured address.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ _OTHER: Final = ("", "other")
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """A counter for Prometheus. It exports `field` of the meter's figures, divided by `per_unit`."""
+    """A Prometheus counter that exports the meter's `field`, divided by `per_unit`."""
 
     name: str
     help: str
@@ -77,10 +77,10 @@ _Sums = defaultdict[str, Counter[tuple[str, ...]]]  # by the metric's name and i
 
 
 class UsageCounters:
-    """The counters of one broker's meter. The collector `users` contains user names, and the collector `pools` does not."""
+    """Counters for one broker's meter. The `users` collector contains user names; the `pools` collector does not."""
 
     def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
-        """`pools` returns the names of the configured pools. Each pool's counters exist from the start, with the value 0."""
+        """Export counters, starting at 0, for every pool in `pools()`, which returns the names of the configured pools."""
         self._metering = metering
         self._pools = pools
         self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users that have their own label

@@ -1,8 +1,8 @@
-"""Records day by day how notebooks and seats use their shares, and gives users the advice that `core.forecasts.advice` computes.
+"""Records how notebooks and seats use their shares each day, and gives users advice based on this (`core.forecasts.advice`).
 
-- Leases are read with each device sample, every second or two while there are kernels. Peaks between samples are missed.
-- Each day is rewritten once a minute and kept for `WINDOW_DAYS`. A broker that is killed loses at most one minute.
-- Advice is computed at most once a minute per notebook. The day on which it was first given is recorded, so that its effect can be checked.
+- Leases are sampled along with the devices, every second or two while there are kernels. Peaks between samples are missed.
+- Each day's record is rewritten once a minute and kept for `WINDOW_DAYS` days. A broker that is killed loses at most one minute of data.
+- Advice is computed at most once a minute per notebook. The day it was first given is recorded, so that its effect can be checked.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class _LastAdvice:
 
 
 class ShareHabits:
-    """How the notebooks of one broker use their shares. Used on its loop. `kernels` maps leases to live kernels."""
+    """How one broker's notebooks use their shares. For use on the broker's event loop. `kernels` maps lease ids to live kernels."""
 
     def __init__(
         self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks = CLOCKS
@@ -67,9 +67,9 @@ class ShareHabits:
         self._given = ledger.given_advice()
 
     def sampled(self, utilisation: Mapping[str, int] = _NOTHING) -> None:
-        """Record how much of their shares leases use at a sample.
+        """Record how much of its share each lease is using.
 
-        `utilisation` is given in thousandths of a device, for leases that ran a single cell since the last sample.
+        `utilisation` is in thousandths of a device, and covers the leases that have run just one cell since the last sample.
         """
         holders: dict[str, HabitKey] = {}
         seats: dict[str, tuple[LeaseSpec, list[Sample]]] = {}
@@ -105,7 +105,7 @@ class ShareHabits:
         return self._advice(self._key(view), _share(view)) if view.spec.devices == 1 else None
 
     def of_seats(self, pool: str, owner: str) -> ShareAdvice | None:
-        """Return advice for a hub user's servers, based on their last share, or None if nothing is recorded."""
+        """Return advice for a hub user's servers, based on their most recent share, or None if nothing is recorded."""
         key = HabitKey(pool, owner, True, HabitKind.SEAT, "")
         days = self.recorder.days(key)
         return self._advice(key, days[-1].share) if days else None
@@ -113,9 +113,9 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return all useful advice on notebooks. If given, `owner` and `pool` select the notebooks.
+        """Return all useful advice on notebooks. If `owner` or `pool` is given, other owners' or pools' notebooks are left out.
 
-        Yields to other tasks, because a hub has thousands of notebooks.
+        Yields to other tasks from time to time, because a hub can have thousands of notebooks.
         """
         keys = [
             key
@@ -187,7 +187,7 @@ def _share(view: LeaseView) -> Share:
 def _sample(view: LeaseView, use_milli: int | None) -> Sample:
     """Return how much of its share a lease uses.
 
-    Memory is the mean over the lease's devices. If utilisation was not measured, the figure that the broker learned for the lease is used.
+    Memory is averaged over the lease's devices. If utilisation was not measured, the figure the broker has learned for the lease is used.
     """
     count = max(1, view.spec.devices)
     learnt = view.demand_milli or None

@@ -1,10 +1,10 @@
-"""Feeds the meter with the events of leases and the energy of devices, and writes its figures to the ledger every minute.
+"""Feeds lease events and device energy to the meter, and writes its figures to the ledger every minute.
 
-- A broker that is killed loses the figures since its last write. This is at most one minute, or ten minutes if there are no leases.
-- The next broker counts this gap for leases that survived it. They count as idle, in the state in which the broker finds them. A lease that
-  ended in the gap counts until the last write. The devices' own counters measure the energy used in the gap. This energy is divided among
-  the surviving leases.
-- Nothing is counted from the last write before a reboot to the first broker after it, because no kernel survives a reboot.
+- A broker that is killed loses at most the last minute of figures, or the last ten minutes if there are no leases.
+- The next broker charges this gap to the leases that survived it, treating them as idle and in the state it finds them in. A lease that
+  ended during the gap is counted only up to the last write. The energy used during the gap is read from the devices' own counters and
+  divided among the surviving leases.
+- Nothing is counted between the last write before a reboot and the start of the first broker after it, because no kernel survives a reboot.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _MOVED = {
 
 
 def local_time(number: int) -> LocalTime:
-    """Convert a number of quarter hours since 1970 to the machine's local time."""
+    """Convert quarter hours since 1970 to the machine's local time."""
     at_s = number * SLICE_MS // 1000
     local = time.localtime(at_s)
     minute = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
@@ -61,7 +61,7 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metering:
-    """One broker's meter, used on its loop. `kernels` maps leases to live kernels."""
+    """One broker's meter, for use on its event loop. `kernels` maps lease ids to live kernels."""
 
     def __init__(
         self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks = CLOCKS
@@ -78,7 +78,7 @@ class Metering:
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with the figures of each write
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Continue the count from the previous broker's last write. The arbiter must already know devices and pools. Raises LedgerError."""
+        """Start counting at the previous broker's last write. The arbiter must already know the devices and pools. Raises LedgerError."""
         state = ledger.kept_as(METER, _State, _State())
         same_boot = state.boot_id == self._boot_id
         if same_boot:
@@ -108,9 +108,9 @@ class Metering:
             self._observe(lease_id, self._clocks.now())
 
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
-        """Divide the energy since the last sample among the leases.
+        """Divide the energy used since the last sample among the leases.
 
-        For a lease that was busy too briefly to have a measured `utilisation`, the learned utilisation is used.
+        For leases that were busy too briefly to be in `utilisation`, the learned utilisation is used.
         """
         at_ms, wall_ms = self._clocks.now(), self._clocks.wall()
         learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
@@ -138,7 +138,7 @@ class Metering:
             self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
-        """Count an earlier broker's lease from that broker's last write on, or from the lease's start if that was later."""
+        """Count a lease from an earlier broker, starting at that broker's last write or when the lease was created, whichever is later."""
         if lease_id in self._kernels and not self.meter.knows(lease_id):
             age_ms = max(0, self._clocks.wall() - self._kernels[lease_id].created_ms)
             self._observe(lease_id, max(self._began_ms, self._clocks.now() - age_ms), busy=False)
@@ -151,7 +151,7 @@ class Metering:
         self.meter.moved(self._clocks.wall(), change.lease_id, mib)
 
     def uncollected(self) -> Iterable[UsageRow]:
-        """Return the figures since the last write. Read them immediately, because they change."""
+        """Return the figures since the last write. Consume them immediately, because they keep changing."""
         return self.meter.rows(self._clocks.now(), self._clocks.wall())
 
     async def run(self) -> None:
@@ -180,9 +180,9 @@ class Metering:
 
 
 class Turns:
-    """Records the turns of leases (when they waited for a GPU and used it) for `jupyter gpu simulate --from-ledger`.
+    """Records leases' turns (when they waited for a GPU and when they used it) for `jupyter gpu simulate --from-ledger`.
 
-    Turns that take less than `_LEAST_TURN_MS`, including the wait, are left out.
+    Turns shorter than `_LEAST_TURN_MS`, including the wait, are left out.
     """
 
     def __init__(self, arbiter: Arbiter, writer: LedgerWriter, clocks: Clocks = CLOCKS) -> None:

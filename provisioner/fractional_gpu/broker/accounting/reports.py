@@ -1,8 +1,8 @@
-"""Sums the use of leases for peers that are allowed to see it.
+"""Computes usage totals for the peers allowed to see them.
 
-- Users see their own figures. If `usage_visible` allows it, they also see one sum for each user, in their group or on the whole host, but
-  never the names of others' notebooks. Administrators see everything.
-- A hub's user and the machine's user of the same name are two people, so their figures are kept apart.
+- Users see their own figures. If `usage_visible` allows it, they also see a total for each user in their group or on the whole host, but
+  never the names of other users' notebooks. Administrators see everything.
+- A hub user and a local user with the same name are different people, so their figures are kept separate.
 """
 
 import time
@@ -28,7 +28,7 @@ _PRIVATE: Final = frozenset({"notebook", "lease"})
 class Reader:
     """The caller: an administrator or a user.
 
-    `seated` is true for a hub's user. `group` is the group that grants the user GPUs, or "".
+    `seated` is true for a hub user. `group` is the group through which the user is granted GPUs, or "".
     """
 
     administrator: bool = False
@@ -39,10 +39,10 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class ReportQuery:
-    """The query of a report.
+    """A query for usage totals.
 
-    `by` lists the columns to sum by. `since_s` and `until_s` limit the hours, in seconds since 1970. `only` selects users, groups, pools
-    and so on.
+    `by` lists the columns to group by. `since_s` and `until_s` limit the hours, in seconds since 1970. `only` restricts the query to
+    particular users, groups, pools and so on.
     """
 
     by: tuple[str, ...]
@@ -69,7 +69,7 @@ class UsageReports:
         return self.visible
 
     async def answer(self, reader: Reader, question: ReportQuery) -> tuple[list[UsageEntry], Carbon | None, str]:
-        """Write the newest figures to the ledger. Return the sums, the carbon intensity, and a note about missing figures.
+        """Write the latest figures to the ledger, then return the totals, the carbon intensity, and a note about missing figures.
 
         Raises LedgerError. Cancellation does not stop the write.
         """
@@ -97,7 +97,7 @@ class UsageReports:
         return await self._writer.read_aside(read), found, note
 
     async def _refresh(self) -> None:
-        """Write new figures to the ledger, but at most once in `_FRESH_S`, so that readers cannot keep the disk busy."""
+        """Write new figures to the ledger, but at most once every `_FRESH_S` seconds, so that readers cannot keep the disk busy."""
         if time.monotonic() - self._fresh_s >= _FRESH_S:
             self._fresh_s = time.monotonic()
             self._metering.write()

@@ -25,7 +25,7 @@ def charge_terms(tariff: Tariff) -> str:
 
 
 def fraction_price(tariff: Tariff, fraction_milli: int) -> str:
-    """Return a fraction's price, such as `0.20 EUR per hour`, or its range over the week. Return "" if no price is set."""
+    """Return a fraction's price, such as `0.20 EUR per hour`, or the range of its prices over the week. Return "" if no price is set."""
     if not tariff.currency:
         return ""
     prices = {_of(price, fraction_milli) for price in (tariff.price_milli, *(one.price_milli for one in tariff.bands))}

@@ -1,4 +1,4 @@
-"""The HTTP routes that report how much leases used and what it costs. `broker.accounting.reports` decides which peer sees which figures."""
+"""HTTP routes that report what leases used and what it cost. `broker.accounting.reports` decides which figures a peer may see."""
 
 import time
 from typing import Any

@@ -1,7 +1,7 @@
-"""Serves every route of `protocol.routes`. Identifies and authorizes the peer, decodes the request, and audits and answers it.
+"""Serves every route in `protocol.routes`: identifies and authorizes the peer, then decodes, audits and answers the request.
 
-The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot forge them. Decoding is strict: a field that only
-newer clients know is never ignored, but causes an error that names the versions of client and broker.
+The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot forge them. Decoding is strict: a field known only
+to newer clients is not ignored, but causes an error that names both the client's and the broker's version.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class HandlerContext:
 
 
 class Call(Generic[Request]):
-    """One request, as passed to the function that serves its route. `about` is the lease, seat, device or pool in the path."""
+    """One request, as passed to the function that serves its route. `about` is the lease, seat, device or pool named in the path."""
 
     kernel: Kernel  # only set on a lease's routes; the peer may use this kernel
 
@@ -114,8 +114,8 @@ def serve(
 ) -> None:
     """Register the function that serves a route.
 
-    The function returns a reply, or None to reply with `Done`, or yields lines until the client disconnects. `describe` returns the entry
-    for the audit log, or None for no entry.
+    The function returns a reply, returns None to reply with `Done`, or yields lines until the client disconnects. `describe` returns the
+    audit log entry, or None for no entry.
     """
     _SERVED[route] = _RouteHandler(function, describe)
 
@@ -221,7 +221,7 @@ class Handler(web.RequestHandler):
             self.reply(Done() if reply is None else reply)
 
     async def _answer_within(self, route: Route[Any, Any], call: Call[Any], wait_s: int) -> None:
-        """Reply with only the last line of a stream, within `wait_s` seconds, as the header `Prefer: wait=N` of RFC 7240 asks."""
+        """Reply within `wait_s` seconds with just the last line of a stream, as requested by the `Prefer: wait=N` header (RFC 7240)."""
         if call.body.hold or call.body.watch:
             raise BadRequestError(
                 "`hold` and `watch` need a streamed reply; leave them out, or leave out the Prefer header"
@@ -247,7 +247,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
-        """Audit an administrator's action and its outcome. Actions that any user may perform on their own lease are not audited."""
+        """Audit an administrator's action and its outcome, unless the action is on their own lease and open to every user."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described
@@ -302,7 +302,7 @@ class Handler(web.RequestHandler):
         return True
 
     def is_read(self) -> bool | None:
-        """Return whether the peer has read everything that was written to it, or None if the operating system cannot tell."""
+        """Return whether the peer has read everything written to it, or None if the operating system cannot tell."""
         if self.stream.closed():
             return None
         with suppress(OSError):  # some systems that emulate Linux

@@ -1,10 +1,10 @@
-"""The API's work on leases, without HTTP: creating, attaching and ending them, and the stream to a kernel's extension.
+"""Implements the API's lease operations below the HTTP layer: creating, attaching and ending leases, and streaming to a kernel's extension.
 
 The service verifies what clients claim. A process must have the peer's uid, the stated start time, and the lease's id in its environment. A
-connection must use the loopback interface. A lease's token opens that lease's routes. A seat's token opens the leases of the seat and the
-revoked leases of its user. Without a token, a uid controls its own leases, but not leases of a hub's seats, because containers share uids.
-Root, the broker's uid and the configured group control all leases. If the peer may not see a lease, the answer is "not found", so that it
-does not learn whether the lease exists.
+kernel's TCP ports must be on the loopback interface. A lease's token gives access to that lease's routes. A seat's token gives access to
+the seat's leases and to its user's revoked leases. Without a token, a uid controls its own leases, except those of a hub's seats, because
+containers share uids. Root, the broker's uid and the configured group control all leases. If the peer may not see a lease, the answer is
+"not found", which does not reveal whether the lease exists.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class LeaseService:
         self._refreshing: set[asyncio.Task[None]] = set()
 
     async def measure_now(self) -> None:
-        """Sample the devices before answering. Wait at most `_MEASURE_PATIENCE_S` for a slow driver."""
+        """Sample the devices so that the answer is up to date. Wait at most `_MEASURE_PATIENCE_S` seconds for a slow driver."""
         if self.refresh is not None:
             task = asyncio.create_task(self.refresh())
             self._refreshing.add(task)
@@ -109,11 +109,11 @@ class LeaseService:
             await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may control it. With `own`, the peer must be a kernel process or have the lease's token.
+        """Return the lease's kernel if the peer may control it. With `own`, only its processes and holders of the lease's token may.
 
-        A process whose token file is gone is recognized by its place in the kernel's process tree. If the kernel itself asks, its lease
-        counts as ended once the kernel is being evicted, or once only processes that it left behind keep the lease alive. Raises
-        NotFoundError, UnauthorizedError, ForbiddenError, and ConflictError for a kernel whose record was lost.
+        A process whose token file is gone is recognized by its place in the kernel's process tree. To the kernel itself, the lease appears
+        to have ended once the kernel is being evicted, or once only processes it left behind keep the lease alive. Raises NotFoundError,
+        UnauthorizedError, ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
@@ -143,19 +143,16 @@ class LeaseService:
         return kernel.requests.evictions > 0 or (kernel.ending.released and own)
 
     def _may_see(self, peer: Peer, kernel: Kernel) -> bool:
-        """Return whether the peer may see the lease.
-
-        The uid alone does not prove this for a hub seat's lease, because containers share uids.
-        """
+        """Return whether the peer may see the lease. For a hub seat's lease, the uid is not enough, because containers share uids."""
         if peer.admin or peer.credentials.uid != kernel.uid:
             return peer.admin
         view = self.broker.arbiter.lease(kernel.lease_id)
         return peer.token is not None or view is None or not view.spec.seat
 
     def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
-        """Return whether the peer is a process of this kernel, but not of a kernel that this one started.
+        """Return whether the peer is one of this kernel's processes, not counting those of kernels that this kernel started.
 
-        With `or_parent`, the kernel's parent counts, too.
+        With `or_parent`, the kernel's parent process is accepted as well.
         """
         identity, pid = kernel.identity, peer.credentials.pid
         if identity is None or peer.credentials.uid != kernel.uid:
@@ -179,7 +176,7 @@ class LeaseService:
         return not own and view is not None and self.seats.draws.opens(token, view)
 
     async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
-        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. If cancelled, the lease expires."""
+        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. If the call is cancelled, the lease expires."""
         broker, uid = self.broker, peer.credentials.uid
         launch = Launch(server=server_of(peer), command=request.kind == COMMAND, claim=request.kind == CLAIM)
         if launch.claim:
@@ -253,7 +250,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if the lease would be refused because other kernels of the user start, as when JupyterLab restores a session."""
+        """Wait briefly if the user's other starting kernels would cause a refusal, as when JupyterLab restores a session."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
@@ -262,7 +259,7 @@ class LeaseService:
             await asyncio.sleep(_START_PAUSE_S)
 
     async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:
-        """Wait up to `wait_ms`, at most a minute, for the reservation of a kernel that has not started yet. Return the device."""
+        """Wait up to `wait_ms` (at most a minute) to reserve a device for a kernel that has not started yet. Return the device."""
         limit_ms = max(0, min(wait_ms, 60_000))
         try:
             async with asyncio.timeout(limit_ms / 1000):
@@ -294,10 +291,11 @@ class LeaseService:
             await self.broker.survivors.end(kernel)
 
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
-        """End the kernel's processes and its lease. This is the only action that loses a kernel's state on purpose.
+        """End the kernel's processes and its lease. This is the only action that deliberately discards a kernel's state.
 
-        Raises BadRequestError without `confirm`. If a process does not end, raises ConflictError and keeps the lease. A kernel
-        that Jupyter starts in the meantime gets another lease. If cancelled, the lease stays, but processes that were signalled still end.
+        Raises BadRequestError without `confirm`. If a process does not end, raises ConflictError and keeps the lease. A kernel that Jupyter
+        starts in the meantime gets another lease. If this call is cancelled, the lease remains, but processes that have already been
+        signalled still exit.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -312,7 +310,7 @@ class LeaseService:
         await self.end_kernel(who, kernel, f", to free the GPU{because}")
 
     async def end_kernel(self, who: str, kernel: Kernel, why: str) -> None:
-        """End the kernel's processes and its lease as `evict` does. The next kernel of the notebook tells its user who did so and why."""
+        """End the kernel's processes and its lease, as `evict` does. The notebook's next kernel tells the user who did this and why."""
         sentence = self._evictions.begin(kernel, who, why)
         try:
             await end_tree(self.broker, kernel)
@@ -378,7 +376,7 @@ class LeaseService:
         return json.dumps(request.connection)
 
     def _check_reservation(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Raise NoRoomError if a kernel whose cells cannot be kept waiting has no reservation, because its cells would run at once."""
+        """Raise NoRoomError if a kernel whose cells cannot be kept waiting has lost its reservation. Its cells would run without one."""
         # The reservation of a lease without a process ends with the broker that made it, so request it again.
         self.broker.request_on_behalf(kernel)
         view = view_of(self.broker, kernel)
@@ -393,14 +391,14 @@ class LeaseService:
     async def detach(self, kernel: Kernel) -> None:
         """Detach the ended process from the lease.
 
-        Returns once it is known which processes the kernel left behind. If cancelled, the search for them continues.
+        Returns once the processes the kernel left behind are known. If this call is cancelled, the search for them continues.
         """
         if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
-        """Accept an extension's stream, which replaces any older one. Send the extension the command that fits the lease's state."""
+        """Accept an extension's stream instead of any older one, and send the extension the command that matches the lease's state."""
         link = kernel.connect_gate(time.monotonic(), hello.inputs)
         view = view_of(self.broker, kernel)
         if not hello.open:

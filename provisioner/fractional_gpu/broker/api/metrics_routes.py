@@ -1,7 +1,8 @@
-"""Serves the metrics for Prometheus on the broker's socket, and over TCP if an administrator configured an address.
+"""Serves Prometheus metrics on the broker's socket, and over TCP if an administrator has configured an address.
 
-Any process that can connect to the socket may call `GET /v1/metrics`, and any host that reaches the address may call `GET /metrics`. Both
-return totals without user names. If `c.GPUBroker.metrics_users` is set, the address and administrators also get sums by user.
+Any process that can connect to the socket may call `GET /v1/metrics`, and any host that can reach the address may call `GET /metrics`. Both
+return totals without user names. If `c.GPUBroker.metrics_users` is set, administrators and clients of the TCP address also get totals by
+user.
 """
 
 import logging
@@ -74,9 +75,9 @@ BOOK_METRICS = (
 
 
 def register_collectors(service: LeaseService, server: Server) -> None:
-    """Add the collectors of the arbiter's state, the meter and the process to the broker's registry.
+    """Add collectors for the arbiter's state, the meter and the process to the broker's registry.
 
-    If configured, add metrics with user names to the full registry.
+    If configured, also add metrics that contain user names to the full registry.
     """
     metrics, counters, terms = service.broker.metrics, service.broker.usage_counters, service.seats.forecasts.hub
     metrics.wait_target_ms = lambda pool: terms(pool).wait_target

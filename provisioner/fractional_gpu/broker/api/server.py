@@ -1,10 +1,11 @@
-"""The HTTP server below the routes. It limits what a connection may send, and decides when to read it.
+"""The HTTP server beneath the routes, which limits what a connection may send and decides when to read from it.
 
-A request is refused if it is too large, has no known length, or belongs to an account that has long been overdrawn. The head of a request
-shows this, so the server replies at once and never reads the body. Otherwise the request's account (`cost.Account`) waits for its turn and
-pays before the body is read. Once the account owes `COST_RESERVE_S`, nothing is read from its connections. Each user may have a few
-connections, and more for each lease with a process. A connection beyond that waits a moment, gets one reply and is closed. Administrators
-still get a descriptor when users have used up theirs. Connections that make no progress in time are closed.
+A request is refused if it is too large, has no known length, or belongs to an account that has been overdrawn for a long time. The headers
+are enough to decide this, so the server replies without reading the body. Otherwise the request is charged to its account (`cost.Account`)
+and waits for the account's turn before its body is read. Once the account owes `COST_RESERVE_S`, nothing is read from its connections. Each
+user may have a few connections, plus more for each lease that has a process. Any connection beyond that waits briefly, gets one reply and
+is closed. Some file descriptors are kept back for administrators, so users cannot use them all up. Connections that make no progress in
+time are closed.
 """
 
 import asyncio
@@ -84,7 +85,7 @@ def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | Non
 
 
 def bearer(headers: httputil.HTTPHeaders) -> str | None:
-    """Return the request's token, "" if its Authorization header has another form, or None if it has no such header."""
+    """Return the request's token, "" if its Authorization header has another form, or None if there is no such header."""
     authorization = headers.get("Authorization")
     if authorization is None:
         return None
@@ -106,7 +107,7 @@ def find_route(method: str, path: str) -> tuple[Route[Any, Any] | None, str]:
 
 
 class Payers:
-    """Decides who pays for a request: a seat if the token or the peer's control group proves it, and otherwise the user."""
+    """Decides who pays for a request: a seat, if the token or the peer's control group identifies one, and otherwise the user."""
 
     def __init__(self, broker: Broker, seats: Seats) -> None:
         self._broker = broker
@@ -152,7 +153,7 @@ class Payers:
 
 
 def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", seconds: float) -> None:
-    """Close the connection of a peer that does not read its reply in time, to free the reply's memory."""
+    """Close the connection if the peer does not read its reply within `seconds`, to free the reply's memory."""
 
     def close() -> None:
         if not taken.done():
@@ -163,7 +164,7 @@ def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", se
 
 
 class MeteredStream(iostream.IOStream):
-    """A connection that charges its account for each read. While the account owes `COST_RESERVE_S`, the connection is not read."""
+    """A connection that charges its account for each read. While the account owes `COST_RESERVE_S`, nothing is read from the connection."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class MeteredStream(iostream.IOStream):
         self._reads = 0  # in this pass of the loop
 
     def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
-        """Read as IOStream does, but return None if the account owes too much or after `_READS_AT_ONCE` reads in one pass of the loop."""
+        """Read as IOStream does, but return None if the account owes too much, or after `_READS_AT_ONCE` reads in one loop iteration."""
         self._reads += 1
         if self._reads > _READS_AT_ONCE or self.account.is_spent:
             return None
@@ -324,7 +325,7 @@ class Server(HTTPServer):
         super().initialize(*args, **kwargs)
 
     def _handle_connection(self, connection: socket.socket, address: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Accept or refuse a connection. A refusal must be cheap, because a user with too many connections retries at once."""
+        """Accept or refuse a connection. Refusals must be cheap, because a user with too many connections may retry at once."""
         try:
             credentials = peer_credentials(connection)
             admin = is_admin(connection, credentials, self._admin_gid)
@@ -361,7 +362,7 @@ class Server(HTTPServer):
         account.charge(COST_CONNECTION_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
-        """Pause, wait for the account's turn, and refuse the connection. After a quick refusal the client would retry at once."""
+        """Pause, wait for the account's turn, then refuse the connection. If it were refused at once, the client would retry at once."""
         try:
             await asyncio.sleep(COST_WAIT_S)
             await account.turn()
@@ -410,9 +411,9 @@ class Server(HTTPServer):
 
 
 class PausingListener(socket.socket):
-    """A listener that pauses for `_PAUSE_S` if no descriptor is free.
+    """A listener that pauses for `_PAUSE_S` seconds if no file descriptor is free.
 
-    Otherwise the loop would retry at once, which would keep a core busy and fill the log.
+    Without the pause, the loop would retry at once, keeping a core busy and filling the log.
     """
 
     _paused: object | None = None
@@ -427,7 +428,7 @@ class PausingListener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection.
 
-        Raises BlockingIOError after several connections in a row, so that the loop does other work, or if no descriptor is free.
+        Raises BlockingIOError if no file descriptor is free, or after several connections in a row, so that the loop can do other work.
         """
         if self._accepted == _ACCEPTED_AT_ONCE:
             self._accepted = 0
@@ -454,7 +455,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Close the connections that other processes open to find out who holds `claim`. They could not find out if the queue were full."""
+    """Close the connections other processes open to find out who holds `claim`. If the queue were full, they could not find out."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

@@ -1,11 +1,10 @@
 """A kernel's two connections: its Jupyter connection, whose fields and endpoints are checked, and the stream to its extension.
 
-The broker connects to a kernel's sockets with its own rights. So it connects only to sockets that no other user can have put there:
+The broker connects to a kernel's sockets with its own privileges, so it connects only to sockets that no other user could have put there:
 
-- A UNIX socket must be in a folder that the kernel's user owns and no other user can write to. No folder above it can be replaced by
-  another user.
-- A TCP port must be on a loopback address, even if the kernel listens on all addresses. It must not be a port on which a system service
-  listens.
+- A UNIX socket must be in a folder that belongs to the kernel's user and that no other user can write to. Nor may any other user be able to
+  replace a folder above it.
+- A TCP port must be on a loopback address, even if the kernel listens on all addresses. It must not be a port used by a system service.
 """
 
 import asyncio
@@ -92,7 +91,7 @@ def connection_from_json(info: object) -> Connection:
 
 
 def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
-    """Check the endpoints of a kernel with this user and pid. Raises ValueError. Blocks, because folders may be on a network filesystem."""
+    """Check the endpoints of a kernel with this uid and pid. Raises ValueError. Blocks, because folders may be on a network filesystem."""
     for endpoint in (connection.iopub, connection.shell):
         transport, _, address = endpoint.partition("://")
         if transport == "ipc":
@@ -200,7 +199,7 @@ _QUEUE = 64  # commands that the extension has not read; the connection is close
 
 
 class GateLink:
-    """The connection to one extension. A newer connection of the same kernel replaces it."""
+    """The connection to one kernel's extension. It is replaced by any newer connection from the same kernel."""
 
     def __init__(self, now_s: float, inputs: Iterable[str] = ()) -> None:
         self.last_pulse_s = now_s
@@ -234,7 +233,7 @@ class GateLink:
         self._put(GateCommand(verb=verb, sentence=sentence, environment=environment, urgent=urgent, topic=topic))
 
     async def ask(self, verb: GateVerb, timeout_s: float) -> str:
-        """Send a command and return the extension's answer, or "" if none comes in time. If cancelled, the answer is ignored."""
+        """Send a command and return the extension's answer, or "" if none arrives in time. On cancellation, the answer is ignored."""
         if self.closed:
             return ""
         self.reserved_mib = None  # left by an older answer
@@ -252,7 +251,7 @@ class GateLink:
             del self._answers[number]
 
     def take(self, answer: GateAnswer, now_s: float) -> None:
-        """Record what the extension sent: an answer, or a sign of life. Ignore an answer if no task waits for it any more."""
+        """Record an answer or a sign of life from the extension. An answer is ignored if no task is waiting for it any more."""
         self.last_pulse_s = now_s
         self.mute = False
         if answer.number == 0:
@@ -268,7 +267,7 @@ class GateLink:
             waiting.set_result(answer.word)
 
     def look(self, now_s: float, every_s: float = PULSE_S) -> None:
-        """Record whether the extension reads its stream, and write a keep-alive if the last one is `every_s` seconds old.
+        """Record whether the extension is reading its stream, and write a keep-alive if the last one is `every_s` seconds old.
 
         This is called often, and never blocks.
         """
@@ -287,7 +286,7 @@ class GateLink:
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Do not count the last `seconds` as silence, because the broker did not check the connection or the process was stopped."""
+        """Do not count the last `seconds` as silence, because the broker was not checking the connection or the process was stopped."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 

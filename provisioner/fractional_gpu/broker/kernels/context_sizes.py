@@ -1,12 +1,12 @@
-"""Estimates the memory of a CUDA context for each kind of device.
+"""Estimates how much memory a CUDA context takes on each kind of device.
 
 A context's size is the memory that the device charges to a kernel's process, less the memory held by the framework's allocator. It includes
-the context, the modules of cuBLAS, cuDNN and compiled kernels, and NCCL's buffers. It differs between kernels, and allocations that bypass
-the allocator add to it. A framework's limit needs an upper estimate, which a few odd kernels or one user's kernels must not raise for all
-users. So the estimate is the larger of
+the context itself, the modules of cuBLAS, cuDNN and compiled kernels, and NCCL's buffers. It varies between kernels, and allocations that
+bypass the allocator add to it. A framework's limit needs a high estimate, but a few odd kernels, or those of one user, must not raise it
+for everyone. The estimate is therefore the larger of
 
-- the third quartile of the sizes of the last `KERNELS` kernels of all users, and
-- the user's own largest size among these.
+- the third quartile of the sizes of all users' last `KERNELS` kernels, and
+- the user's own largest size among them.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _DEVICES = 64
 
 
 class ContextSize(NamedTuple):
-    """The size of one kernel's context in MiB, and the user's uid."""
+    """The size of one kernel's context in MiB, and its user's uid."""
 
     uid: int
     mib: int
@@ -28,7 +28,7 @@ class ContextSize(NamedTuple):
 
 @dataclass(slots=True)
 class ContextSizes:
-    """Context sizes in MiB, by the name of the device. Each kernel counts once, with its largest size."""
+    """Context sizes in MiB, by device name. Each kernel counts once, with its largest size."""
 
     version: Literal[2] = 2
     seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, oldest first

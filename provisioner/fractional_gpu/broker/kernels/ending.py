@@ -1,9 +1,9 @@
 """Ends processes, and explains an eviction to the user of the next kernel.
 
-- A process is identified by its start time and signalled through its pidfd, first with SIGTERM and after a grace period with SIGKILL. The
-  caller keeps listing the remaining processes, since these can start others while they end.
-- Jupyter restarts an evicted kernel under the same id with another lease. A sentence tells the new lease who ended the earlier kernel, when
-  and why. It is kept in memory, for the last `_MOST` evictions only.
+- A process is identified by its start time and signalled through its pidfd, first with SIGTERM and, after a grace period, with SIGKILL.
+  After each round, the remaining processes are listed again, because they can start others while they are ending.
+- Jupyter restarts an evicted kernel under the same id with a new lease. A sentence tells the new lease's user who ended the previous
+  kernel, when and why. These sentences are kept in memory, for the last `_MOST` evictions only.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ _MOST: Final = 1000
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
     """End the processes that `left` returns, until it returns none. `what` describes them in errors.
 
-    Raises ConflictError if a process does not end, or if the broker is not permitted to signal it. If cancelled, signalled processes still
-    end.
+    Raises ConflictError if a process does not end, or if the broker is not permitted to signal it. Processes that have already been
+    signalled still exit if this call is cancelled.
     """
     deadline_s = time.monotonic() + GRACE_S
     number, found = signal.SIGTERM, await left()
@@ -83,13 +83,13 @@ async def wait_for_end(
 
 
 class Evictions:
-    """Why one broker evicted kernels, by the kernel's user and id. All methods run on the broker's loop."""
+    """The reasons for one broker's evictions, by user and kernel id. All methods run on the broker's loop."""
 
     def __init__(self) -> None:
         self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
 
     def begin(self, kernel: Kernel, who: str, why: str) -> str:
-        """Record who ends the kernel and why. Return the sentence that explains this to the user of the next kernel."""
+        """Record who is ending the kernel and why. Return a sentence that explains this to the next kernel's user."""
         ended = f"at {time.strftime('%H:%M', time.localtime())}{why}."
         if kernel.launch.command:
             kernel.notices.append(f"{who} ended this command {ended}")

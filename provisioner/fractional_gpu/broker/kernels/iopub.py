@@ -1,13 +1,13 @@
 """The broker's subscription to a kernel's IOPub, which shows whether the kernel is busy.
 
-- IOPub reports busy and idle for every message. The message types in `USES` count as use. Subshells overlap, so the `IOPubWatch` keeps
-  a *set* of busy parent message ids, never a flag.
-- If the watch is in doubt, the kernel counts as busy. IOPub can lose messages, and a late subscriber does not get the current state. The
-  doubt ends when the kernel has answered a `kernel_info` request on its shell channel *and* the idle status of that request came over
-  IOPub. A kernel that stays busy without sending a message gets this request on each busy shell. An answer clears the earlier messages of
-  that shell. The requests become ever rarer, since they take the user's time.
+- IOPub reports busy and idle for every message. Only message types in `USES` count as use. Subshells can be busy at the same time, so
+  `IOPubWatch` keeps a *set* of busy parent message ids rather than a flag.
+- While the watch is in doubt, the kernel counts as busy, because IOPub can lose messages and does not send a late subscriber the current
+  state. The watch is certain again once the kernel has answered a `kernel_info` request on its shell channel *and* that request's idle
+  status has arrived over IOPub. If a kernel stays busy without sending a message, it gets this request on each busy shell, and an answer
+  clears that shell's earlier messages. These requests become less and less frequent, because each one costs the user processor time.
 - While the user's account is overdrawn, no messages are read and the watch is in doubt. The watch subscribes only to the topic of the
-  kernel's first status, so that output stays in the kernel. A frame longer than `_LONGEST_FRAME` breaks the connection.
+  kernel's first status, so the kernel's output is not sent to it. A frame longer than `_LONGEST_FRAME` breaks the connection.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ USES = frozenset(
 )
 """Parent message types that may run the user's code or touch a tensor."""
 SIGNS = {"complete_request": Sign.COMPLETION, "inspect_request": Sign.INSPECTION, "comm_msg": Sign.WIDGET}
-"""Message types that show that a person works in the notebook, so that a cell is likely to follow."""
+"""Message types that suggest that someone is working in the notebook and will probably run a cell soon."""
 
 _JOINED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _BROKEN = (
@@ -93,10 +93,11 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 
 
 class IOPubWatch:
-    """Watches the messages of one kernel, and charges this work to its user's account.
+    """Watches one kernel's messages, and charges this work to its user's account.
 
-    `busy` is also true while the watch is in doubt. `executing` is true only if the kernel is certainly handling a message. The watch calls
-    `changed()` on the loop when its busy messages change. If a message is a sign that a cell will run soon, it calls `signed(sign)` first.
+    `busy` is also true while the watch is in doubt. `executing` is true only if the kernel is known to be handling a message. The watch
+    calls `changed()` on the loop when the set of busy messages changes. If a message is a sign that a cell will run soon, it calls
+    `signed(sign)` first.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class IOPubWatch:
 
     @property
     def runs_cell(self) -> bool:
-        """Whether a cell is running, or could be. A completion, a tooltip, or a message from a widget or debugger does not count."""
+        """Whether a cell is or might be running. Completions, tooltips, and messages from widgets or debuggers do not count."""
         return not self.is_certain or not self._cells.isdisjoint(self._busy)
 
     @property
@@ -172,7 +173,7 @@ class IOPubWatch:
         return socket
 
     async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes]:
-        """Wait for a message and charge it to the account, after yielding to other tasks. Cancellation loses no message."""
+        """Yield to other tasks, then wait for a message and charge it to the account. No message is lost on cancellation."""
         await asyncio.sleep(0)
         if self._account.left_s <= 0:
             self._lose_certainty()
@@ -208,10 +209,10 @@ class IOPubWatch:
             self._topic = topic
 
     async def _keep_line(self) -> None:
-        """Follow the IOPub connection. If it breaks, mark the watch as in doubt and reconnect after a growing pause.
+        """Monitor the IOPub connection. If it breaks, mark the watch as in doubt and reconnect, pausing longer each time.
 
-        ZeroMQ retries a refused connection ever more rarely. It retries a connection that is accepted and then closed ten times a second,
-        and never retries a connection that an overlong frame broke. Therefore the watch disconnects and connects itself.
+        ZeroMQ retries a refused connection less and less often. If a connection is accepted and then closed, it retries ten times a second,
+        and if an overlong frame broke the connection, it never retries. The watch therefore disconnects and reconnects explicitly.
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None
@@ -237,7 +238,7 @@ class IOPubWatch:
             self._iopub.connect(self._connection.iopub)
 
     def _join_shell(self) -> None:
-        """Connect to the shell channel once IOPub is connected. By then the kernel listens, and will answer a probe."""
+        """Connect to the shell channel once IOPub is connected. By then the kernel is listening, and will answer a probe."""
         if self._shell_joined:
             self._shell.disconnect(self._connection.shell)
             self._rejoined = True  # a probe may have been lost, so send another one
@@ -248,7 +249,7 @@ class IOPubWatch:
     def _take(self, frames: list[bytes]) -> Sign | None:
         """Process one IOPub message. Return the sign that a cell will run soon, or None.
 
-        A message that is too long, malformed or wrongly signed is ignored.
+        Messages that are too long, malformed or wrongly signed are ignored.
         """
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]

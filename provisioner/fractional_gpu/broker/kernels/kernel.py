@@ -1,7 +1,7 @@
-"""What the broker knows about each lease in addition to the arbiter's view: its process, connections, and data of the broker's parts.
+"""What the broker knows about each lease beyond the arbiter's view: its process, its connections, and data that parts of the broker keep.
 
-A `Kernel` holds one small object for each part of the broker that keeps data about the lease. The object's docstring names the only part
-that changes it. All other parts only read it.
+A `Kernel` holds one small object for each part of the broker that keeps data about the lease. The object's docstring names the part that
+changes it; all other parts only read it.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from fractional_gpu.protocol.status import KernelFacts
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A client's request to suspend or resize that has not been answered yet.
+    """A client's suspend or resize request that has not been answered yet.
 
-    A lease may have several of these at once. If the arbiter refuses the request, `declined` is set to a code for programs and a sentence
+    A lease may have several of these at once. If the arbiter refuses the request, `declined` contains a code for programs and a sentence
     for users.
     """
 
@@ -39,7 +39,7 @@ class Request:
 class Survivor:
     """A process that a kernel left behind when it ended.
 
-    Memory is in MiB. It is 0 if no device counts it, or if it is saved in host memory.
+    `used_mib` is 0 if no device counts the process's memory, or if that memory is saved in host memory.
     """
 
     identity: ProcessIdentity
@@ -50,7 +50,7 @@ class Survivor:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CheckpointState:
-    """The state of the kernel's checkpoints. Suspends and resumes change it, as does the broker when the lease gets a device."""
+    """The state of the kernel's checkpoints. Changed by suspends and resumes, and by the broker when the lease is given a device."""
 
     homes: tuple[str, ...] = ()  # the devices that last held the memory of its processes; checkpoints come from them
     sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend planned to save
@@ -67,7 +67,7 @@ class CheckpointState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Ending:
-    """The end of the kernel's process and of its lease. `Survivors` changes it."""
+    """How the kernel's process and its lease end. Maintained by `Survivors`."""
 
     task: "asyncio.Task[None] | None" = None  # finds the processes that the kernel left behind
     survivors: tuple[Survivor, ...] = ()  # the ended kernel's processes that hold device memory
@@ -79,7 +79,7 @@ class Ending:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Measurement:
-    """What the devices last reported about the lease. `Sampler` changes it."""
+    """What the devices last reported about the lease. Maintained by `Sampler`."""
 
     is_fresh: bool = False  # measured since a cell last began or ended
     grew: bool = False  # used more than before; only set if the lease's reservation follows its use
@@ -93,7 +93,7 @@ class Measurement:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DiskState:
-    """What the ledger is known to contain about the lease. Only `LeaseRecords` changes this object."""
+    """What the ledger is known to contain about the lease. Maintained by `LeaseRecords`."""
 
     reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
     unreserved_saves: int = 0  # number of saves that recorded no reservation
@@ -101,7 +101,7 @@ class DiskState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PendingRequests:
-    """The requests that clients wait for. The services that receive the requests change this object."""
+    """The requests clients are waiting for. Maintained by the services that receive the requests."""
 
     waiters: int = 0  # clients that wait for the GPU
     blocked_resumes: int = 0  # of these, clients whose wait ends once the process handles no message
@@ -117,7 +117,7 @@ class PendingRequests:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CellState:
-    """What the broker derives from the kernel's messages. `Broker` changes it."""
+    """What the broker derives from the kernel's messages. Maintained by `Broker`."""
 
     executing_since_s: float | None = None  # monotonic
     granted_s: float = 0.0  # monotonic time of the last grant, from which a cell that waited for it runs
@@ -127,7 +127,7 @@ class CellState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class GpuWork:
-    """When the kernel worked on the GPU without a running cell, in microseconds since boot. `GpuActivity` changes it."""
+    """When the kernel used the GPU while no cell was running, in microseconds since boot. Maintained by `GpuActivity`."""
 
     idle_us: int | None = None  # when its messages showed it as idle, or None if they do not
     last_us: int = 0  # when its processes were last seen at work since then, or 0 if they were not
@@ -139,9 +139,9 @@ class GpuWork:
 
 @dataclass(eq=False, kw_only=True)
 class Kernel:
-    """One lease's process and connections, and the data that each part of the broker keeps about it.
+    """One lease's process and connections, and the data each part of the broker keeps about the lease.
 
-    A starting broker rebuilds it from the ledger, /proc and the driver.
+    When a broker starts, it rebuilds this from the ledger, /proc and the driver.
     """
 
     lease_id: str
@@ -182,7 +182,7 @@ class Kernel:
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     def change(self) -> asyncio.Event:
-        """Return an event that is set at the next change. To miss no change, get the event before you read the state, then wait for it."""
+        """Return an event that is set on the next change. To avoid missing a change, get the event before reading the state."""
         return self._change
 
     def notify(self) -> None:
@@ -199,14 +199,11 @@ class Kernel:
                     await change.wait()
 
     async def until_linked(self, patience_s: float) -> None:
-        """Wait up to `patience_s` for an extension that is expected but not yet connected."""
+        """Wait up to `patience_s` seconds for the extension to connect, if one is expected."""
         await self.until(lambda: not self.gated or self.link is not None, patience_s)
 
     def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
-        """Hold the process's pidfd and call `exited` on the loop when it ends.
-
-        Raises ProcessLookupError if the process has already ended.
-        """
+        """Keep the process's pidfd open, and call `exited` on the loop when the process ends. Raises ProcessLookupError if it has ended."""
         self.forget_process()
         pidfd = open_pidfd(identity)
         self.identity, self._pidfd = identity, pidfd
@@ -252,10 +249,7 @@ class Kernel:
         self.gpu_work.clear()
 
     def connect_gate(self, now_s: float, inputs: Iterable[str]) -> GateLink:
-        """Return a new connection to the kernel's extension, which replaces an older one.
-
-        `inputs` contains the requests that wait for the user's input.
-        """
+        """Return a new connection to the kernel's extension, replacing any older one. `inputs` lists requests that await user input."""
         if self.link is not None:
             self.link.close()
         self.link = GateLink(now_s, inputs)
@@ -290,7 +284,7 @@ class Kernel:
 
     @property
     def handles_message(self) -> bool:
-        """Whether the kernel is handling, or could be handling, a message that counts as use of the GPU."""
+        """Whether the kernel is, or might be, handling a message that counts as GPU use."""
         # Doubt counts as use, because a live kernel to which the broker cannot listen may be running a cell. If the broker can never listen
         # to it, the counters show when to ask the gate, and the gate tells whether a cell runs before anything is saved. Without a gate,
         # nothing would bring the kernel back.
@@ -308,7 +302,7 @@ class Kernel:
 
     @property
     def _uses_no_gpu(self) -> bool:
-        """Whether every message that the kernel handles waits for input or has not used the GPU for a long time. False if in doubt."""
+        """Whether every message being handled is waiting for input or has not used the GPU for a long time. False if in doubt."""
         idle = self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
         if not idle or self.iopub is None or not self.iopub.executing:
             return False
@@ -335,9 +329,9 @@ _MIG = "MIG-"
 
 
 def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: Sequence[DeviceView]) -> dict[str, str]:
-    """Return the variables that limit a kernel to its share.
+    """Return the environment variables that limit a kernel to its share.
 
-    `limit_mib` is the cap on each device, and `held` contains the devices that the lease holds so far.
+    `limit_mib` is the memory cap on each device, and `held` lists the devices the lease holds so far.
     """
     if pool.sharing is Sharing.MPS:
         limits = ",".join(f"{device.device_id}={limit_mib}M" for device in held)
@@ -362,7 +356,7 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec, *, in_job: bool = False)
 
 
 def remove_books(lease_id: str) -> None:
-    """Remove the file in which HAMi-core counted the memory of an ended lease. Do nothing if the broker lacks the permission."""
+    """Remove the file HAMi-core used to track an ended lease's memory. Do nothing if the broker lacks permission."""
     with suppress(PermissionError):
         _books(lease_id).unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
-"""ZeroMQ contexts in the network namespaces of kernels, because a kernel in a container listens on its own loopback interface.
+"""ZeroMQ contexts in kernels' network namespaces, because a kernel in a container listens on the container's own loopback interface.
 
-A context opens its connections in its own threads, which are in the network namespace of the thread that creates the context's first
-socket. So a context for another namespace is made by a thread that enters the namespace and then ends (`host.namespaces.in_network`). The
-broker keeps one context for each namespace as long as it follows a kernel there. The context's threads keep the namespace alive until then,
+A context opens connections in its own threads, which are in the network namespace of the thread that created the context's first socket. A
+context for another namespace is therefore created by a short-lived thread that enters that namespace (`host.namespaces.in_network`). The
+broker keeps one context per namespace while it follows a kernel there. Meanwhile, the context's threads keep the namespace alive,
 so its id is not reused.
 """
 
@@ -34,7 +34,7 @@ class Networks:
     def context_for(self, lease_id: str, identity: ProcessIdentity) -> zmq.asyncio.Context:
         """Return the ZeroMQ context for the process's loopback interface.
 
-        Blocks for some milliseconds the first time. Raises PermissionError or OSError.
+        Blocks for a few milliseconds the first time. Raises PermissionError or OSError.
         """
         self.forget(lease_id)
         try:
@@ -68,7 +68,7 @@ class Networks:
 
 
 def _new_context() -> zmq.asyncio.Context:
-    """Return a new context and start its threads by opening a first socket, which no event loop uses."""
+    """Return a new context. Opening a first socket, which no event loop uses, starts its threads."""
     context = zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, _MOST_HERE)
     zmq.Context.socket(context, zmq.PAIR, socket_class=zmq.Socket).close(linger=0)

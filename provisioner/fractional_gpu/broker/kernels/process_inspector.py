@@ -1,10 +1,10 @@
-"""Finds out the current state of kernels from the operating system, the driver and the devices.
+"""Determines kernels' current states from the operating system, the driver and the devices.
 
-A `HostSnapshot` is one pass over /proc and one reading of each requested device. Several checks can share a snapshot, but only a new one
-gives certainty. If no device lists a CUDA process, the process uses at most the memory that devices charge to no process. This holds only
-if devices are known to list pids of this pid namespace. Otherwise the memory use is unknown. A process that forked from a CUDA process
-without executing a program inherited a context that it cannot use. The driver's answers about it are meaningless. The driver is not asked
-about a stopped process, because it would never answer.
+A `HostSnapshot` is one pass over /proc and one reading of each requested device. Several checks can share a snapshot, but only a new one is
+certain to be current. A CUDA process that no device lists uses at most the memory that devices charge to no process, provided that devices
+are known to list pids of this pid namespace; otherwise, its memory use is unknown. A process that was forked from a CUDA process and has
+not called exec has inherited a context it cannot use, so the driver's answers about it are meaningless. The driver is not asked about a
+stopped process, because it would never answer.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
 FRESH_S = 0.25  # processes read longer ago are read again, even for a first look
 NOMINAL_MIB = 64
-"""The least memory in MiB that is assumed for a CUDA process that no device lists."""
+"""The minimum memory in MiB assumed for a CUDA process that no device lists."""
 
 # A failed worker says nothing about the process in question.
 _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
@@ -38,7 +38,7 @@ class HostSnapshot:
     uses: Mapping[str, DeviceUse]
 
     def used_mib(self, pid: int) -> int:
-        """Return how many MiB the process holds on all devices together, or 0 if no device lists it."""
+        """Return how many MiB the process holds across all devices, or 0 if no device lists it."""
         return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
 
     def free_mib(self, device_id: str) -> int:
@@ -68,7 +68,7 @@ def uncounted_mib(use: DeviceUse) -> int:
 class ProcessScans:
     """Shared scans of /proc, which run one at a time. Thread-safe.
 
-    If `kernels` is set to the live kernels, only the environments of their users' processes are read. Otherwise all are read.
+    If `kernels` is set to the live kernels, only the environments of their users' processes are read; otherwise, all are.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class ProcessScans:
 class ProcessInspector:
     """Classifies a kernel's processes.
 
-    `off` explains why the driver cannot be queried. If it is set, only the memory that devices list for each process is known.
-    `counts_processes` means that a device is known to list CUDA processes by their pids in this pid namespace.
+    `off` is the reason the driver cannot be queried. If it is set, only the memory that devices list for each process is known.
+    `counts_processes` is true once a device is known to list CUDA processes by their pids in this pid namespace.
     """
 
     def __init__(self, monitor: Monitor, worker: WorkerLink, *, off: str = "") -> None:
@@ -147,7 +147,7 @@ class ProcessInspector:
     ) -> list[ProcessIdentity]:
         """Return the kernel's processes that hold device memory.
 
-        With `saved`, include processes whose device memory is saved in host memory. Only the driver knows these.
+        With `saved`, include processes whose device memory is saved in host memory, which only the driver knows.
         """
         found = []
         for identity in self._tree_below(kernel, root, host.processes):
@@ -167,8 +167,8 @@ class ProcessInspector:
     async def _has_cuda(self, kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Ask the driver whether the process has CUDA state. Return True for a stopped process, which cannot answer. Raises GPUError.
 
-        If the saved processes are known, an error about any other process that runs its parent's program is ignored, because such a
-        process only inherited a context.
+        If it is known which processes were saved, an error about any other process that runs its parent's program is ignored, because such
+        a process has only inherited a context.
         """
         if host.processes.stopped_or_traced(identity):
             return True
@@ -186,7 +186,7 @@ class ProcessInspector:
     async def memory_use(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
-        """Return the MiB of each CUDA process, or 0 if unknown, and the processes with an inherited context.
+        """Return the MiB used by each CUDA process (0 if unknown), and the processes that inherited a context.
 
         Raises GPUError if the driver fails or if a process is already saved.
         """
@@ -251,7 +251,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, except `apart` and its descendants. Includes processes that have left the kernel's tree."""
+    """Return the kernel's processes, including those that have left its tree, except `apart` and their descendants."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree

@@ -1,4 +1,4 @@
-"""Checks what clients claim: the request for a lease against the pools, and a kernel's process against /proc."""
+"""Checks clients' claims: lease requests against the pools, and kernels' processes against /proc."""
 
 import asyncio
 import grp
@@ -33,7 +33,7 @@ _EXEC_PAUSE_S = 0.01  # pause before the second look, which then doubles each ti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The client: its credentials from the socket, its token if it sent one, and the user for whom an administrator acts."""
+    """The client: its credentials from the socket, its token if it sent one, and the user on whose behalf an administrator acts."""
 
     credentials: PeerCredentials
     token: str | None = field(repr=False)
@@ -101,7 +101,7 @@ def check_kind(kind: str, *allowed: str) -> None:
 
 
 def _covering_milli(arbiter: Arbiter, pool: PoolSpec, memory_mib: int) -> int:
-    """Return the smallest fraction on offer whose share of the pool's smallest device covers the memory, or a whole device if none does."""
+    """Return the smallest offered fraction of the pool's smallest device that covers the memory, or a whole device if none does."""
     needed = min(1000, -(-memory_mib * 1000 // max(1, min(_sizes(arbiter, pool)))))
     return min((milli for milli in pool.fractions_milli or [needed] if milli >= needed), default=1000)
 
@@ -199,7 +199,7 @@ async def holder_of(peer: Peer, named_pid: int) -> ProcessIdentity:
 
 
 def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, int]:
-    """Resolve a pid from the peer's pid namespace. Blocks. Raises ProcessLookupError, for example if the peer is invisible."""
+    """Resolve a pid from the peer's pid namespace. Blocks. Raises ProcessLookupError, for example if the broker cannot see the peer."""
     if peer.credentials.pid <= 0:
         raise ProcessLookupError("the requesting process is in a pid namespace that the broker cannot see")
     try:
@@ -210,7 +210,7 @@ def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, in
 
 
 def server_of(peer: Peer) -> ProcessIdentity | None:
-    """Return the client's process, which starts the lease's kernel, or None if it is invisible (in another pid namespace)."""
+    """Return the client's process, which starts the lease's kernel, or None if the broker cannot see it (in another pid namespace)."""
     try:
         return identify(peer.credentials.pid) if peer.credentials.pid > 0 else None
     except (ProcessLookupError, PermissionError):
@@ -227,9 +227,9 @@ def token_file_of(identity: ProcessIdentity) -> str:
 
 
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
-    """Return the value of the environment variable. Wait a moment for it to become `expected`.
+    """Return the environment variable's value, waiting briefly for it to become `expected`.
 
-    `exec` reports success before Linux puts the new environment in place, and until then the environment reads as empty. Raises the same
+    `exec` reports success before Linux puts the new environment in place. In between, the environment reads as empty. Raises the same
     errors as `environment_value`.
     """
     pause_s, end_s = _EXEC_PAUSE_S, time.monotonic() + _EXEC_PATIENCE_S

@@ -1,8 +1,9 @@
-"""Protects saved state while host memory is short. Leases resume early if devices have room, and the out-of-memory killer spares kernels.
+"""Protects saved state while host memory is short: leases resume early if devices have room, and the out-of-memory killer spares kernels.
 
-State saved from a device is in the memory of the kernel's own process. It counts against the machine and against every control group above
-that process. The arbiter receives the budget for all saved state (less than what is already saved, if the machine runs short) and the
-suspended leases whose own control group is short of memory. The more memory a group has left, the less often it is read.
+State saved from a device is kept in the memory of the kernel's own process, so it counts towards the memory use of the machine and of every
+control group above that process. The arbiter is told the budget for all saved state (less than what is already saved, if the machine runs
+short) and which suspended leases are in a control group that is short of memory. The more memory a group has left, the less often it is
+checked.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class HostMemoryPressure:
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
         """Return the leases that are short of memory, or an empty set if the whole machine is short of memory.
 
-        `pids` maps leases to processes. Raises OSError or ValueError.
+        `pids` maps lease ids to pids. Raises OSError or ValueError.
         """
         if not pids or system_headroom().mib == 0:
             return set()
@@ -97,12 +98,12 @@ _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
 
 Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
-"""Maps a lease to its user and to the MiB that each process has saved."""
+"""Maps a lease to its user and to the MiB saved by each of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredProcess:
-    """A process whose out-of-memory adjustment was lowered from `was` to the values in `given`. `since` is in clock ticks since boot."""
+    """A process whose out-of-memory adjustment was lowered from `was` to each value in `given`. `since` is in clock ticks since boot."""
 
     identity: ProcessIdentity
     lease_id: str
@@ -114,7 +115,7 @@ class LoweredProcess:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a newer process with a value of `given` must have inherited the value, because its user is not permitted to set it."""
+        """Whether a newer process with a value from `given` must have inherited it, because its user may not set such values."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 
@@ -128,7 +129,7 @@ class OomProtection:
         self._swept_s = -math.inf
 
     async def run(self) -> None:
-        """Keep the adjustments of processes with saved state low, until cancelled. They then remain, because kernels outlive the broker."""
+        """Keep the adjustments of processes with saved state low. On cancellation, leave them low, because kernels outlive the broker."""
         self._read()
         seen = -1
         while True:
@@ -224,7 +225,7 @@ class OomProtection:
         replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
-        """Read which processes an earlier broker adjusted. An unreadable record is ignored, since nothing can be undone then."""
+        """Read which processes an earlier broker adjusted. Ignore an unreadable record, because nothing can be undone without it."""
         try:
             found = msgspec.json.decode(self._record.read_bytes(), type=list[LoweredProcess])
         except FileNotFoundError:
@@ -239,7 +240,7 @@ class OomProtection:
 
 
 def protect_this_process() -> None:
-    """As far as permitted, let this process and its children run before users' processes, and be killed after them if memory is short."""
+    """As far as permitted, favour this process and its children over users' processes, in scheduling and when memory runs out."""
     me = os.getpid()
     with suppress(PermissionError):  # a user's own broker is not permitted to
         os.setpriority(os.PRIO_PROCESS, me, min(_OWN_NICENESS, os.getpriority(os.PRIO_PROCESS, me)))

@@ -1,7 +1,7 @@
 """Periodically samples device use, host memory and unresponsive kernels.
 
-A sample is read in a thread. It is evaluated on the loop only if no lease has changed state in the meantime. Otherwise the broker would
-charge memory to leases that have left their devices or have just arrived.
+A sample is read in a thread. It is evaluated on the loop only if no lease has changed state in the meantime. Otherwise, memory would be
+charged to leases that have left their devices or have only just arrived.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class _Sample:
 class Sampler:
     """Samples one broker's devices and kernels.
 
-    `host_budget(saved_mib)` returns the MiB that all suspended state may use.
+    `host_budget(saved_mib)` returns the MiB of host memory that all saved state may use.
     """
 
     def __init__(self, broker: Broker, devices: dict[str, DeviceSpec], host_budget: Callable[[int], int]) -> None:
@@ -92,7 +92,7 @@ class Sampler:
             await self._pause(anything_changed)
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
-        """Wait until the next check. The wait is short while kernels are active, since one may soon need a ticket."""
+        """Wait until the next check. The wait is short while kernels are active, because one of them may need a ticket soon."""
         cell_runs = any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values())
         if not cell_runs and not await within(_BUSY_INTERVAL_S, anything_changed):
             return
@@ -110,7 +110,7 @@ class Sampler:
                 await self._sample_if_possible()
 
     async def _sample_if_possible(self) -> None:
-        """Sample once. If descriptors or memory are short, or /proc is unreadable, only log this."""
+        """Sample once. If file descriptors or memory run short, or /proc is unreadable, just log the error."""
         self._begun_s = time.monotonic()
         try:
             await self.sample()
@@ -120,8 +120,8 @@ class Sampler:
     async def sample(self) -> None:
         """Read the devices, and report changes to the arbiter. A reading during which a lease changed state is repeated, but at most twice.
 
-        Without that limit, a user who keeps changing a lease could keep the broker from ever using a reading. The third reading counts,
-        except for leases that changed during it. Memory that these leases freed counts as still in use until the next sample, so that no
+        Without that limit, a user who keeps changing a lease could prevent the broker from ever using a reading. The third reading is used,
+        except for leases that changed during it. Memory freed by these leases counts as still in use until the next sample, so that no
         lease is admitted too early.
         """
         self._report_host_budget()
@@ -146,7 +146,7 @@ class Sampler:
         }
 
     def _read(self, known: set[int], saved: dict[str, int], utilisation: Reading) -> _Sample:
-        """Read every device. Scan /proc if a process that is not itself a kernel uses a device. Blocks."""
+        """Read every device. Also scan /proc if a device is used by any process other than the kernels themselves. Blocks."""
         uses: dict[str, DeviceUse | None] = {}
         lost: dict[str, str] = {}
         for device_id in self._devices:
@@ -222,7 +222,7 @@ class Sampler:
         return owners
 
     def _add_claimed(self, owners: dict[int, Owner], snapshot: Snapshot, uses: Mapping[str, DeviceUse | None]) -> None:
-        """Charge processes without a lease to their user's claims on the same device, as far as the claimed memory suffices."""
+        """Charge processes without a lease to their user's claims on the same device, up to the claimed memory."""
         claims = [(kernel, view) for kernel, view in self._broker.views() if kernel.launch.claim]
         left = {(kernel, device_id): view.reserved_mib for kernel, view in claims for device_id in view.device_ids}
         for must_fit, (kernel, view) in product((True, False), claims):
@@ -255,7 +255,7 @@ class Sampler:
                 self._broker.survivors.refresh(kernel, mine)
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
-        """Return the MiB of the device that leases use within their reservations. All other use counts as use without a lease."""
+        """Return how many MiB leases use on the device within their reservations. Anything beyond that counts as use without a lease."""
         covered = 0
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
@@ -264,9 +264,10 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Count a cell as idle once it has not used the GPU for the pool's `max_unused_hold`, until it uses the GPU.
+        """Treat a cell as idle once it has not used the GPU for the pool's `max_unused_hold`, until it next uses the GPU.
 
-        If another kernel has taken its memory by then, this use counts as use without a lease until the cell's ticket is served.
+        If another kernel has been given its memory by then, what the cell uses counts as use without a lease until the cell's ticket is
+        served.
         """
         cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
         if kernel.iopub is None or kernel.link is None or pool is None:
@@ -285,7 +286,7 @@ class Sampler:
     def _report_leases(
         self, kernels: list[Kernel], used: dict[str, dict[str, int]], utilisation: dict[str, int]
     ) -> None:
-        """Report the changes of all leases in one event, so that the arbiter serves the queue once per sample."""
+        """Report all leases' changes in one event, so that the arbiter serves the queue once per sample."""
         measurements, measured = [], []
         for kernel in kernels:
             known, lease_id = kernel.measurement, kernel.lease_id
@@ -355,7 +356,7 @@ class Sampler:
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
 
     def check_stopped(self) -> None:
-        """While kernels wait for a device, find kernels whose process is stopped. They cannot make room until they continue."""
+        """While kernels are waiting for a device, look for stopped kernels, which cannot make room until they continue."""
         waited_for = any(
             kernel.requests.waiters or kernel.cell.ticket_by_broker for kernel in self._broker.kernels.values()
         )
@@ -366,7 +367,7 @@ class Sampler:
     def request_for_silent(self) -> None:
         """File a ticket for each kernel that needs the GPU but cannot request it.
 
-        Such a kernel would stay blocked, or without a reservation, forever.
+        Without one, the kernel would stay blocked, or without a reservation, forever.
         """
         now_s = time.monotonic()
         for kernel in list(self._broker.kernels.values()):
@@ -400,7 +401,7 @@ class Sampler:
 
 
 def _is_held_up(kernel: Kernel) -> bool:
-    """Return whether the process is stopped or debugged. Such a process does not hang, and needs no GPU until it continues."""
+    """Return whether the process is stopped or being debugged. Such a process is not hung, and needs no GPU until it continues."""
     try:
         return kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except OSError:  # the process ended, or is unreadable

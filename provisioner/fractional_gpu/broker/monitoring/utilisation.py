@@ -1,9 +1,10 @@
-"""Measures how much of its devices each lease uses while it runs a cell.
+"""Measures how heavily each lease uses its devices while it runs a cell.
 
-The utilisation is the mean since the last sample, for a lease that ran one cell for that whole time. The period begins long enough after
-the start of the cell to exclude earlier use (`settle_us`). Cells that wait for input, work outside cells, unreadable messages, and
-processes that the device does not list get no figure. The figure is the sum over the lease's processes and the mean over its devices. If a
-device reports nothing per process (or the processes use the MPS server), the device's total counts if only this lease computes there.
+Utilisation is averaged over the time since the last sample, for leases that ran a single cell for that whole time. The period begins long
+enough after the cell's start to exclude earlier use (`settle_us`). There is no figure for cells waiting for input, work outside cells,
+kernels whose messages cannot be read, or processes the device does not list. The figure is summed over the lease's processes and averaged
+over its devices. If a device reports nothing per process, or the processes use the MPS server, the device's total is used, provided that
+only this lease computes on it.
 """
 
 import logging
@@ -27,7 +28,7 @@ _WHOLE = 1000
 
 
 _Beginning = tuple[float, float, int]
-"""When the message, the last grant and the stay on the device began. At least one of these differs between two cells."""
+"""When the message arrived, the last grant was made and the stay on the device began. No two cells share all three."""
 
 
 @dataclass(frozen=True, slots=True)

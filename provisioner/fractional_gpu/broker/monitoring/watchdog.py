@@ -1,9 +1,10 @@
 """Ends a broker whose event loop is blocked, and logs the stacks of all its threads.
 
-A thread hands the loop a callback and waits for it to run. If the callback does not run in time, the broker ends as if by SIGKILL, and the
-next client or the supervisor starts another. Only time in which this thread ran counts, because a stopped broker (SIGSTOP, a frozen control
-group, sleep) was not blocked. A broker under a debugger is not ended either. If the loop continues while the stacks are being written, the
-broker lives on. Native code that holds the GIL also stops this thread, so such a block goes unnoticed.
+A thread passes a callback to the loop and waits for it to run. If it does not run in time, the broker exits as if killed by SIGKILL, and
+the next client or the supervisor starts another. Only time during which this thread was running counts, because a broker that was paused
+(by SIGSTOP, a frozen control group or sleep) was not blocked. A broker that is being debugged is not ended either. If the loop resumes
+while the stacks are being written, the broker keeps running. Native code that holds the GIL also stops this thread, so such a block goes
+unnoticed.
 """
 
 import asyncio
@@ -29,9 +30,9 @@ _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 
 
 async def notify_systemd() -> None:
-    """Tell systemd that the broker accepts connections, and then regularly that its loop runs (`Type=notify`, `WatchdogSec`).
+    """Tell systemd that the broker accepts connections, then keep reporting that its loop is running (`Type=notify`, `WatchdogSec`).
 
-    Runs until it is cancelled.
+    Runs until cancelled.
     """
     address = os.environ.get("NOTIFY_SOCKET", "")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as line:
@@ -44,7 +45,7 @@ async def notify_systemd() -> None:
 
 @contextmanager
 def watchdog(limit_ms: int | None) -> Iterator[None]:
-    """Watch the event loop within the `with` block. If it is blocked for `limit_ms`, end the process. None means no limit."""
+    """Watch the event loop during the `with` block. If it is blocked for `limit_ms`, end the process. None means no limit."""
     if limit_ms is None:
         yield
         return

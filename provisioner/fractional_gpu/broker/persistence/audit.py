@@ -1,11 +1,11 @@
 """The audit log of administrators' actions, which records who requested what, and the outcome.
 
-- The log gets a JSON line when an action is requested, and another with its outcome before the reply. Each line is on the disk (fsync)
+- A JSON line is written when an action is requested, and another with its outcome before the reply is sent. Each line is on disk (fsync)
   before the broker continues. If the first line cannot be written, the action is refused (reason `audit-log`), unless `audit_required` is
   off. If the second cannot be written, the reply is an error.
-- Refused attempts of users who are not administrators go to the broker's log, so that these users cannot fill the audit log.
-- Each line is ASCII and of limited length, and JSON escapes control characters. A token is never a parameter.
-- The file is private (0600). It is opened for each line, so that external rotation works. Files that are full or old are renamed and later
+- Refused attempts by users who are not administrators go to the broker's log, so these users cannot fill the audit log.
+- Each line is ASCII and limited in length, and JSON escapes control characters. Tokens are never among the parameters.
+- The file is private (0600). It is reopened for each line, so external rotation works. Files that are full or old are renamed and later
   removed. A line cut short by a full disk is removed.
 """
 
@@ -82,10 +82,7 @@ class AuditedAction:
 
 
 def is_of_another_user(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
-    """Return whether an administrator acts on another user's lease.
-
-    A seat's lease counts as another user's unless the peer presents a token.
-    """
+    """Return whether an administrator is acting on another user's lease. Without a token, any seat's lease counts as another user's."""
     if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
         return peer.admin
     return peer.admin and peer.token is None and bool(view.spec.seat)
@@ -147,12 +144,12 @@ class AuditLog:
             log.warning("cannot remove old files of the audit log %s: %s", self.path, error)
 
     def close(self) -> None:
-        """Wait for the lines that are being written. Later outcomes are still written, but on the loop."""
+        """Wait for the lines that are being written. Later outcomes are still written, but directly on the event loop."""
         self._closed = True
         self._thread.shutdown()
 
     async def _write_failed(self, act: AuditedAction, outcome: str) -> None:
-        """Write the outcome of a failed action. If that is impossible, only log this, since the action's own error matters more."""
+        """Write the outcome of a failed action. If that fails as well, just log it, because the action's own error matters more."""
         try:
             await self._write_outcome(act, outcome, f"the outcome of {act.what!r} ({outcome}) is not recorded")
         except InternalBrokerError as error:
@@ -180,7 +177,7 @@ class AuditLog:
     # In the thread
 
     def _write(self, line: bytes) -> None:
-        """Append a line and sync it to disk. An empty line only tests whether this is possible. Raises OSError."""
+        """Append a line and sync it to disk. Pass an empty line to test whether writing is possible. Raises OSError."""
         self._rotate(len(line))
         new = not self.path.exists()
         descriptor = open_own(self.path, _FLAGS)

@@ -1,12 +1,12 @@
-"""Files about leases outside the ledger: backup records of leases and seats. Also removes clients' token files.
+"""Keeps backup records of leases and seats outside the ledger, and removes clients' token files.
 
-A broker that lost its ledger restores the leases of live kernels from small files next to its socket. Kernels cannot supply the pool, size,
-priority and seat, because they write their environment themselves. A file counts only if it belongs to this user, no other user can write
-to it, and it names the process that holds the lease (`lost_leases` checks that). The files are not synced to disk, because no process
-survives a reboot.
+A broker that has lost its ledger restores live kernels' leases from small files next to its socket. A kernel cannot be trusted to report
+its pool, size, priority and seat, because it can write its own environment. A file is used only if it belongs to this user, no other user
+can write to it, and it names the process that holds the lease (which `lost_leases` checks). The files are not synced to disk, because no
+process survives a reboot.
 
-`remove_token_file` does not trust the path, which comes from the kernel's environment. It removes only `LEASE*.token` in a folder that
-belongs to the lease's user or root, and to which no other user can write. It runs in a separate thread, because the client's filesystem may
+`remove_token_file` does not trust the path, which comes from the kernel's environment. It removes only `LEASE*.token`, in a folder that
+belongs to the lease's user or root and that no other user can write to. It runs in a separate thread, because the client's filesystem may
 hang.
 """
 
@@ -44,7 +44,7 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 
 
 class LeaseFiles:
-    """Writes a backup copy of one broker's lease and seat records to `folder`. Used on its loop.
+    """Writes backup copies of one broker's lease and seat records to `folder`. For use on the broker's loop.
 
     `check_above` raises an error if another user could replace a folder above `folder`.
     """
@@ -139,7 +139,7 @@ def _replace(folder: Path, name: str, text: bytes) -> None:
 
 
 def read_records(folder: Path, kind: type[T]) -> list[T]:
-    """Return the records of this kind that a broker of this user left, oldest first.
+    """Return the records of this kind that this user's brokers have left, oldest first.
 
     Skips files that are unreadable or that other users can write to, and logs a warning.
     """
@@ -172,7 +172,7 @@ def read_records(folder: Path, kind: type[T]) -> list[T]:
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
-    """Remove an ended lease's file. If that fails, a later start of the broker removes it."""
+    """Remove an ended lease's file. If that fails, a broker removes it when it next starts."""
     with suppress(OSError):
         (folder / f"{lease_id}{_SUFFIXES[LeaseRecord]}").unlink()
 

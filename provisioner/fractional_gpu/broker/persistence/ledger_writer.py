@@ -1,7 +1,7 @@
-"""Writes the ledger (leases, their histories, forecasts) in a thread and in order.
+"""Writes to the ledger (leases, their histories, forecasts) in order, in a separate thread.
 
-A commit waits for the disk. Writes that are submitted during a transaction are therefore grouped into the next one, so that a burst of
-events does not wait for each commit.
+Each commit waits for the disk. Writes submitted during a transaction are therefore grouped into the next one, so that a burst of events
+does not wait for one commit per event.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class _Write:
 
 
 class _ActError(Exception):
-    """One write of a transaction failed. The transaction is rolled back."""
+    """A failed write in a transaction, which is then rolled back."""
 
     def __init__(self, number: int, error: LedgerError) -> None:
         super().__init__(str(error))
@@ -56,7 +56,7 @@ class _ActError(Exception):
 
 
 class LedgerWriter:
-    """The only user of an open ledger. One thread does all writes, and another does long reads, so that no write waits for them."""
+    """The sole user of an open ledger. One thread does all writes, and another does long reads, which therefore do not hold up writes."""
 
     def __init__(self, ledger: Ledger, *, limit_bytes: int = 2**32) -> None:
         self.ledger = ledger
@@ -77,17 +77,17 @@ class LedgerWriter:
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
-        """Run `act`, which writes, after all earlier writes. The future is done when the write is on disk. Failures are logged.
+        """Run the write `act` after all earlier writes. The future is done when the write is on disk. Failures are logged.
 
-        With `again`, a failed write (for example on a full disk) is repeated before all later writes, until it succeeds, or until it
-        fails although other writes succeed. The future fails at the first failure.
+        With `again`, a failed write (for example on a full disk) is retried before all later writes, until it succeeds, or until it fails
+        even though other writes succeed. The future fails on the first failure.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
-        """Run `act`, which writes, and return when the write is on disk. Raises LedgerError. Cancellation does not undo the write."""
+        """Run the write `act`, and return when it is on disk. Raises LedgerError. The write stays if this is cancelled."""
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:
@@ -100,7 +100,7 @@ class LedgerWriter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def read_aside(self, act: Callable[[], T]) -> T:
-        """Return the result of `act` as `read` does, but in parallel to the writes. Only one such read runs at a time.
+        """Return the result of `act` as `read` does, but in parallel with writes. Only one such read runs at a time.
 
         `act` must use `Ledger.metered`.
         """
@@ -124,7 +124,7 @@ class LedgerWriter:
                 await self.run(partial(prune, *kept_ms))
 
     def _note_size(self) -> None:
-        """Update `over_limit`, and log it once. Once set, it stays until the ledger is well below its limit."""
+        """Update `over_limit`, logging it when it is set. It then stays set until the ledger is well below its limit."""
         if self.size_bytes > self.limit_bytes and not self.over_limit:
             self.over_limit = (
                 f"the ledger {self.ledger.path} has reached its limit of {format_memory(self.limit_bytes // 2**20)}, so its oldest history "
@@ -213,7 +213,7 @@ class LedgerWriter:
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
         """Do all writes in one transaction, and return their errors. Raises LedgerError if nothing can be written.
 
-        If a write fails, the transaction is tried again without it, so that it does not make the other writes fail, too.
+        If a write fails, the transaction is retried without it, so that the other writes can succeed.
         """
         failures: list[LedgerError | None] = [None] * len(acts)
         first: LedgerError | None = None
@@ -248,9 +248,9 @@ def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> 
 
 
 def _retentions() -> Iterator[tuple[int, int]]:
-    """Yield ever shorter retention times in ms, for the history and for what leases used.
+    """Yield shorter and shorter retention times in ms, for the history and for what leases used.
 
-    First the history is cut down to an hour, and only then the use of leases.
+    The history is cut down to an hour before the usage is cut at all.
     """
     history_ms, accounts_ms = HISTORY_MS, ACCOUNTS_MS
     while history_ms > _LEAST_KEPT_MS:
@@ -275,13 +275,13 @@ def _explained(folder: Path, error: LedgerError) -> str:
 
 
 def _seen(done: asyncio.Future[None]) -> None:
-    """Retrieve the result of the test write, so that asyncio does not log it. `trouble` already reports it."""
+    """Retrieve the test write's error, so that asyncio does not log it. `trouble` already reports it."""
     if not done.cancelled():
         done.exception()
 
 
 def _nothing() -> None:
-    """A write that changes nothing. It is done once all earlier writes are done."""
+    """Do nothing. Submitted as a write, this completes once all earlier writes have."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:
@@ -309,10 +309,7 @@ class LeaseRecords:
         self._writer = broker.writer
 
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
-        """Write the current state of the lease. Returns at once.
-
-        With `limit`, send the kernel its memory limit once the write is on disk.
-        """
+        """Start writing the lease's current state, and return at once. With `limit`, send the kernel its memory limit after the write."""
         record = self.save_backup_record(kernel)
         if record is None:
             return
@@ -324,7 +321,7 @@ class LeaseRecords:
         done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.on_disk.unreserved_saves, limit))
 
     async def write(self, kernel: Kernel) -> None:
-        """Write the current state of the lease, and return when it is on disk. Raises LedgerError."""
+        """Write the lease's current state, and return when it is on disk. Raises LedgerError."""
         if (record := self.save_backup_record(kernel)) is not None:
             await self._writer.run(partial(self._writer.ledger.save_lease, record))
 
@@ -348,9 +345,9 @@ class LeaseRecords:
             kernel.link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
 
     def may_use(self, kernel: Kernel) -> tuple[str, ...]:
-        """Return the devices that a resident kernel may use now, or an empty tuple.
+        """Return the devices a resident kernel may use now, or an empty tuple.
 
-        The ledger must contain the kernel's reservation, and the driver's memory limit for the kernel must allow it.
+        The ledger must contain the kernel's reservation, and the driver's memory limit must be high enough for the kernel.
         """
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.RESIDENT or view.device_ids != kernel.on_disk.reserved:

@@ -1,1 +1,1 @@
-"""The broker as a process: how it starts, restarts, detaches, keeps its files and ends, and the rescue without a broker."""
+"""The broker as a process: how it starts, restarts, detaches, keeps its files and exits, and how kernels are rescued without a broker."""

@@ -1,12 +1,12 @@
 """The broker as a process. There is one per socket, started by the first program that needs it.
 
-- A file lock next to the socket makes sure that a socket has only one broker. If two programs start a broker at the same time, only one
-  broker starts, and the two programs use it.
-- Claims on devices, which are names in the abstract socket namespace, keep brokers of different sockets or users from managing the same
-  device.
+- A file lock next to the socket ensures that a socket has only one broker. If two programs start a broker at the same time, only one broker
+  starts, and both programs use it.
+- Claims on devices, which are names in the abstract socket namespace, keep brokers on different sockets, or run by different users, from
+  managing the same device.
 - `broker.json` next to the socket tells clients how to start this broker again after a crash.
 
-`restarting.start_detached` starts a broker in the background. That process begins with `run_options`, as does a broker that restarts itself
+`restarting.start_detached` starts a broker in the background. The new process runs `run_options`, as does a broker that restarts itself
 (`repair`).
 """
 
@@ -71,9 +71,9 @@ def run_broker(options: BrokerOptions) -> int:
 
 
 def run_options(argument: str) -> int:
-    """Run a broker in this process, which another broker or `start_detached` started. Return the exit status.
+    """Run a broker in this process, which was started by another broker or by `start_detached`. Return the exit status.
 
-    `argument` is JSON with the options and the file descriptor to which the start or its failure is reported.
+    `argument` is JSON with the options and a file descriptor, to which the broker reports that it has started or why it could not.
     """
     given = json.loads(argument)
     ready_fd = given.pop("ready_fd", None)
@@ -187,7 +187,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
 
 
 def _execute_again(options: BrokerOptions, claim: int, socket: str) -> str:
-    """Restart this broker in the same process, keeping its claim on the socket's name. Return only if this fails, with the reason."""
+    """Restart this broker in the same process, keeping its claim on the socket's name. If that fails, return the reason."""
     environment = dict(os.environ)
     if claim >= 0:
         os.set_inheritable(claim, True)
@@ -236,11 +236,12 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
 def _take_turn(
     lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
 ) -> NameClaim | str | None:
-    """Return the claim on the socket's name if this process becomes the broker. If there is a broker, tell `ready` and return "".
+    """Return the claim on the socket's name if this process becomes the broker, or a sentence explaining why it cannot.
 
-    Return None if this process becomes the broker although another user's process holds the claim. Any other string explains why there
-    is no broker. If the holder of the lock or the claim stops in time, this process becomes the broker. A broker that has the claim but
-    not the lock has lost its files. It will restart with its claim (`kept`) and then needs the lock, so this process releases the lock.
+    Return None if this process becomes the broker even though another user's process holds the claim, and "" if a broker is already running
+    and `ready` has been told so. If the holder of the lock or the claim stops in time, this process becomes the broker. A broker that has
+    the claim but not the lock has lost its files. It will restart with its claim (`kept`) and then needs the lock, so this process releases
+    the lock.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -1,12 +1,12 @@
-"""Starts the driver for a new broker: opens the devices, and retries the checkpoint worker until the driver works or refuses for good.
+"""Starts the driver for a new broker: opens the devices, and retries the checkpoint worker until the driver works or permanently refuses.
 
-- NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary, such as a fabric manager that is still starting or a worker
-  that dies. The next attempt follows after one second, and the pause doubles up to a minute.
-- Until an attempt succeeds, the broker works, but suspends no kernel. `Swaps.off` and the devices' `why_not` contain the reason and the
-  time of the next attempt.
-- After a success these reasons are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first
-  attempt succeeds, the self-test runs before the API answers.
-- The first attempt waits while an earlier broker's worker still runs an operation.
+- NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary, for example because a fabric manager is still starting or a
+  worker has died. The next attempt follows after one second, and the pause doubles up to a minute.
+- Until an attempt succeeds, the broker runs but suspends no kernels. `Swaps.off` and the devices' `why_not` contain the reason and the time
+  of the next attempt.
+- After a success, these reasons are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first
+  attempt succeeds, the self-test runs before the API starts to answer.
+- The first attempt waits while an earlier broker's worker is still running an operation.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class DriverStart:
         await asyncio.Event().wait()  # the broker ends when one of its tasks ends
 
     async def try_checkpoint(self, broker: Broker, swaps: Swaps) -> None:
-        """Run the self-test on NVIDIA devices if the driver works. Its time is limited, because at startup the API waits for it."""
+        """Run the self-test on NVIDIA devices if the driver works. The test has a time limit, because the API waits for it at startup."""
         if self._pending or self.off or broker.monitor.kind != NVIDIA:
             return
         try:
@@ -87,7 +87,7 @@ class DriverStart:
     async def self_test(self, broker: Broker, swaps: Swaps) -> str:
         """Try a checkpoint on a mostly free device. Return a sentence for the log. Cancellation kills the test process.
 
-        Only a real CUDA process shows whether the driver accepts the worker's privileges. If the driver refuses for good, the reason
+        Only a real CUDA process shows whether the driver accepts the worker's privileges. If the driver permanently refuses, the reason
         becomes the devices' `why_not`.
         """
         idle = (
@@ -121,7 +121,7 @@ class DriverStart:
         return f"checkpoint self-test: {outcome}"
 
     async def _is_alone(self) -> bool:
-        """Wait briefly for a killed broker's worker to end, and return whether it has. The worker finishes its operation first."""
+        """Wait briefly for a killed broker's worker to exit, and return whether it has. The worker finishes its operation first."""
         try:
             async with asyncio.timeout(_ORPHAN_PATIENCE_S):
                 await self._worker.wait_for_previous_worker()
@@ -180,7 +180,7 @@ class DriverStart:
             broker.operations.look_now()  # the driver can answer from now on
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
-        """Record why kernels on the device cannot be suspended, or "". The arbiter is told only if the device is not lost."""
+        """Record why kernels on the device cannot be suspended, or "" if they can. The arbiter is told only if the device is not lost."""
         spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
         view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
         if view is None or not view.lost:
@@ -195,11 +195,11 @@ _WITHOUT: Final = (
 
 
 class BackendError(Exception):
-    """There are no devices to manage. The message explains why, and what to do."""
+    """Raised if there are no devices to manage. The message explains why, and what to do."""
 
 
 class NoDeviceError(BackendError):
-    """The machine has no usable GPU. `why` is the reason that the driver gives."""
+    """Raised if the machine has no usable GPU. `why` is the reason given by the driver."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"no GPU was found: {why}; {_WITHOUT}")

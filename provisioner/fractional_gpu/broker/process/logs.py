@@ -1,4 +1,4 @@
-"""The broker's log. Only its own user can read it, repeated lines are counted, and a failure to write it never stops the broker."""
+"""The broker's log. Only the broker's user can read it, repeated lines are counted, and failing to write it never stops the broker."""
 
 import logging
 import logging.handlers
@@ -20,7 +20,7 @@ _KEPT: Final = 256  # different lines to remember
 
 
 class RepeatFilter(logging.Filter):
-    """Lets the first `_AT_ONCE` of equal lines pass, and then one a minute with a count."""
+    """Passes the first `_AT_ONCE` identical lines, then one a minute with a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +48,7 @@ class RepeatFilter(logging.Filter):
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log whose files only their owner may read.
-
-    Lines that cannot be written are counted, and the count is written later.
-    """
+    """A log whose files only their owner can read. Lines that cannot be written are counted, and the count is written later."""
 
     _lost = 0
 

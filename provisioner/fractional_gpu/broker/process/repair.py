@@ -1,10 +1,10 @@
 """Repairs a running broker: if one of its files is gone, the broker writes out its ledger and restarts in the same process.
 
-System services empty runtime folders, and users delete files that look like leftovers. Once a second the broker checks that the names of
-its files still refer to the files that it created. If not, it finishes the suspend or resume that is in progress, writes the deleted
-ledger, which is still open, to another file (`Ledger.write_out`), and restarts itself with exec. It keeps its claim on the socket's name,
-so that no second broker starts. The broker does none of this while one of its folders is not private to this user. If the socket's whole
-folder is gone, a broker without leases or seats ends, unless `idle_exit` is "never".
+System services clean out runtime folders, and users delete files that look like leftovers. Once a second, the broker checks that its files'
+names still refer to the files it created. If not, it finishes any suspend or resume in progress, writes the deleted ledger, which is still
+open, to another file (`Ledger.write_out`), and restarts itself with exec. It keeps its claim on the socket's name, so that no second broker
+starts. It does none of this while one of its folders is not private to this user. If the socket's whole folder is gone, a broker without
+leases or seats exits instead, unless `idle_exit` is "never".
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class BrokerLock:
-    """The lock file next to the socket. The socket's broker holds it, or a process that is about to become the broker."""
+    """The lock file next to the socket, held by the socket's broker or by a process that is about to become the broker."""
 
     def __init__(self, socket: str) -> None:
         self._path = Path(f"{socket}.lock")

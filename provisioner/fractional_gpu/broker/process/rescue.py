@@ -1,9 +1,9 @@
-"""The last resort: resumes suspended kernels without a broker. Meanwhile, it holds the locks and claims that a broker would hold.
+"""The last resort: resumes suspended kernels without a broker, while holding the locks and claims that a broker would hold.
 
-As in recovery, the driver reports the state of each kernel, and half-done work is finished or undone first. A restore without enough room
-kills its process, so the saved size (from the ledger or the backup record) must be free. If the size is unknown, the device must be empty.
-If the device is unknown, all devices must be empty. Kernels that cannot be brought back stay saved. A kernel without a record gets one for
-the next broker, with the smallest fraction that covers its memory, or with a whole device if the size is unknown.
+As in recovery, the driver reports each kernel's state, and half-done work is finished or undone first. A restore without enough room would
+kill the process, so the saved size (from the ledger or the backup record) must be free. If the size is unknown, the device must be empty.
+If the device is unknown, all devices must be empty. Kernels that cannot be brought back stay saved. A kernel without a record is given one
+for the next broker, with the smallest fraction that covers its memory, or a whole device if the size is unknown.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 class Rescued:
     """What happened to one kernel.
 
-    `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but that the next broker will
-    find a record.
+    `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but the next broker will find a
+    record.
     """
 
     lease_id: str
@@ -90,7 +90,7 @@ class _FoundKernel:
 def rescue(options: BrokerOptions) -> Rescue:
     """Resume the socket's suspended kernels. Blocks.
 
-    Raises ConflictError if a broker is running, and errors of the configuration, the devices and the operating system.
+    Raises ConflictError if a broker is running, as well as configuration, device and operating system errors.
     """
     socket = options.socket or socket_path()
     options = _with_last_options(replace(options, socket=socket))
@@ -153,7 +153,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
 
 
 def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_FoundKernel]:
-    """Return the kernels in the ledger, in the backup records, and among live processes of this user (as root, of all users)."""
+    """Return all kernels found in the ledger, in the backup records, and among this user's live processes (all users' if run as root)."""
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
         _FoundKernel(

@@ -1,6 +1,6 @@
-"""Restarts or detaches a broker. Defines its options, and the file `broker.json` that contains the command.
+"""Restarts or detaches a broker. Defines its options, and the file `broker.json`, which contains the command to start it.
 
-The file is next to the socket, where clients read it, and also in the state folder, which is not emptied automatically.
+The file is kept next to the socket, where clients read it, and in the state folder, which is not cleaned out automatically.
 """
 
 import json
@@ -107,7 +107,7 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
 
 
 def start_detached(options: BrokerOptions) -> int:
-    """Start a broker. Return 0 once a broker accepts connections on the socket. Otherwise print the reason to stderr and return 1."""
+    """Start a broker, and return 0 once a broker accepts connections on the socket. Otherwise print the reason to stderr and return 1."""
     try:
         options = resolved(options)
         socket = options.socket or ""

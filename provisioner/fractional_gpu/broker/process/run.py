@@ -91,7 +91,7 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
 def configuration(
     settings: Settings, everything: Sequence[DeviceSpec], managed: Iterable[DeviceSpec], *, host_budget_mib: int
 ) -> Iterator[Event]:
-    """Yield the events that tell the arbiter about devices, pools and the host budget. `everything` contains all devices of the machine."""
+    """Yield the events that tell the arbiter about devices, pools and the host budget. `everything` lists all of the machine's devices."""
     at_ms = now_ms()
     for spec in managed:
         yield DeviceSeen(at_ms=at_ms, device=spec)
@@ -126,7 +126,7 @@ class BrokerRun:
     async def main(self) -> None:
         """Run until SIGTERM, SIGINT, the idle exit, or the deletion of one of the broker's files.
 
-        Raises OSError if the broker cannot start all threads that later work needs.
+        Raises OSError if the broker cannot start all the threads it will need.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

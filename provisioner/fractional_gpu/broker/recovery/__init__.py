@@ -1,1 +1,1 @@
-"""Recovery at the broker's start: finds the leases of the previous broker in the ledger and from live processes."""
+"""Recovery when the broker starts: finds the previous broker's leases in the ledger and among live processes."""

@@ -1,9 +1,9 @@
-"""Finds live kernels whose leases are not in the ledger, because it was deleted, moved or replaced by an older copy.
+"""Finds live kernels whose leases are not in the ledger, because the ledger was deleted, moved or replaced by an older copy.
 
-Each kernel has its lease's id and its broker's socket in its environment, and a file may hold a backup record (`lease_files`). If the
-ledger has the lease, the ledger's record counts. A backup record counts if its process lives, belongs to the named user, and has the
-lease's id in its environment. A kernel without a record is only listed, and `jupyter gpu rescue` writes its record. A process writes its
-environment, command line and connection file itself, so these are not trusted for sizes, priorities or other users.
+Each kernel's environment contains its lease's id and its broker's socket, and a file may hold a backup record (`lease_files`). If the
+ledger has the lease, the ledger's record is used. A backup record is used if its process is alive, belongs to the named user, and has the
+lease's id in its environment. A kernel without a record is only listed; `jupyter gpu rescue` writes a record for it. A process can write
+its own environment, command line and connection file, so these are not trusted for sizes, priorities or other users.
 """
 
 import json
@@ -37,7 +37,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import COMMAND
 
 UNKNOWN_CONNECTION: Final = "{}"
-"""The connection of a kernel whose connection file is gone. The broker cannot listen to the kernel, so it counts as busy."""
+"""The connection of a kernel whose connection file is gone. The broker cannot listen to such a kernel, which therefore counts as busy."""
 
 _SOCKET_VARIABLE: Final = "JUPYTER_GPU_SOCKET"
 KIND_VARIABLE: Final = "JUPYTER_GPU_KIND"
@@ -48,7 +48,7 @@ _LEASE_ID: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carrier:
-    """A user's oldest process with a lease's id in its environment. It is probably the root of the kernel's process tree."""
+    """A user's oldest process with a lease's id in its environment, which is probably the root of the kernel's process tree."""
 
     lease_id: str
     uid: int

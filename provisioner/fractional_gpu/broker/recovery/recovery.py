@@ -1,6 +1,6 @@
-"""Recovery at a broker's start: finds out what happened to the previous broker's leases.
+"""Recovery when a broker starts: finds out what has become of the previous broker's leases.
 
-Nothing is replayed. For each lease in the ledger, /proc shows whether its process lives, and the driver reports the state of the process.
+Nothing is replayed. For each lease in the ledger, /proc shows whether its process is alive, and the driver reports the process's state.
 Half-done work is finished or undone, whichever is safe. A lease in an unknown state is quarantined.
 """
 
@@ -42,7 +42,7 @@ class _FoundLease:
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Tell the arbiter the real states of the ledger's leases and of the `lost` leases. It must already know the pools and devices."""
+    """Tell the arbiter the actual states of the leases in the ledger and in `lost`. It must already know the pools and devices."""
     begun_s = time.monotonic()
     records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
@@ -59,7 +59,7 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
 
 
 async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: HostSnapshot | None) -> _FoundLease:
-    """Find out the lease's state. Half-done work is finished or undone, whichever is safe (`Swaps.truth`)."""
+    """Determine the lease's state. Half-done work is finished or undone, whichever is safe (`Swaps.truth`)."""
     kernel = broker.kernels[record.spec.lease_id]
     if kernel.launch.claim:  # a claim has no process
         state = record.state if record.state is LeaseState.RESIDENT else LeaseState.UNATTACHED
@@ -127,7 +127,7 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
 
 
 def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-    """Watch the found process, even if its messages cannot be received. If the process is gone, the kernel has ended."""
+    """Watch the found process, even if its messages cannot be received. If the process is gone, treat the kernel as ended."""
     try:
         try:
             broker.follow(kernel, identity, connection)

@@ -1,1 +1,1 @@
-"""Seats, the entitlements of a hub's servers, and how they are granted, used and revoked."""
+"""Seats: a hub's servers' entitlements to GPUs, and how they are granted, used and revoked."""

@@ -1,8 +1,8 @@
-"""A host's remaining capacity (`GET /v1/capacity`), for the node agents of Slurm and Kubernetes, and for people.
+"""Reports a host's remaining capacity (`GET /v1/capacity`) to people and to the node agents of Slurm and Kubernetes.
 
-For each fraction on offer, a forecast estimates how many more seats each device can take. The broker also uses this forecast to place seats
-(`core.seat_packing`). It assumes users with unknown habits, and respects the pool's `wait_bound`. The smallest estimate counts, so that
-Slurm or Kubernetes can grant any of the sizes on offer.
+For each offered fraction, a forecast estimates how many more seats each device can take. The broker also uses this forecast to place seats
+(`core.seat_packing`). It assumes that nothing is known about the new users' habits, and respects the pool's `wait_bound`. The smallest
+estimate is reported, so that Slurm or Kubernetes can grant any of the offered sizes.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _HALF_MILLI, _MOST_CELLS_MILLI = 500, 950
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
-    """The input of a pool's forecast. It is plain data, so that a thread can compute the forecast."""
+    """The input to a pool's forecast, as plain data, so that a thread can compute the forecast."""
 
     spec: PoolSpec
     hub: Pool
@@ -56,10 +56,7 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return the capacity that the host has left when it holds `seats`.
-
-        The forecast runs in a thread, which cancellation does not stop.
-        """
+        """Return the host's remaining capacity with `seats` in place. The forecast runs in a thread that cancellation does not stop."""
         broker, arbiter = self._broker, self._broker.arbiter
         pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
         left_mib = max(0, arbiter.host_left_mib)
@@ -118,7 +115,7 @@ class HostCapacity:
 
 
 def _capacity(pool: _Pool) -> PoolCapacity:
-    """Return one pool's forecast. A pure function, which takes up to some tenths of a second on a host whose devices differ."""
+    """Return one pool's forecast. This function is pure, and can take a few tenths of a second on a host with differing devices."""
     counts = {milli: _count(pool, milli, load) for milli, load in pool.loads.items()}
     waiting_millionths = _waiting_millionths(pool)
     return PoolCapacity(
@@ -139,7 +136,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
 
 
 def _waiting_millionths(pool: _Pool) -> int:
-    """Return the chance, in millionths, that a cell of one more seat of the usual size finds no room on its device."""
+    """Return the probability, in millionths, that a cell run by one more seat of the usual size finds no room on its device."""
     load = pool.loads.get(pool.usual_milli)
     if load is None:
         return 1_000_000

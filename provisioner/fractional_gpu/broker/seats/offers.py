@@ -1,7 +1,7 @@
-"""Forecasts the load of pools, to place seats, and to inform users who choose a pool and a fraction.
+"""Forecasts how busy pools will be, to decide where seats go and to help users choose a pool and a fraction.
 
-The broker learns the forecasts for each user and pool from the last four weeks in the ledger. The forecast wait for a seat of a full pool
-depends on how long the pool's last seats lasted.
+The forecasts for each user and pool are based on the last four weeks in the ledger. The predicted wait for a seat in a full pool depends on
+how long the pool's most recent seats lasted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -114,9 +114,9 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the id of the device for one more seat in addition to `seats`, or why the pool is full.
+        """Return the id of a device with room for one more seat besides `seats`, or a `PoolFull` that says why there is none.
 
-        If Slurm or Kubernetes has already admitted the request, the forecast does not count.
+        If Slurm or Kubernetes has already admitted the request, the forecast is ignored.
         """
         devices = self.usable_devices(pool)
         promised = guaranteed_full(
@@ -186,7 +186,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the expected, shortest and longest time until `position` of the pool's `seats` seats have ended."""
+        """Return the expected, shortest and longest time for `position` of the pool's `seats` seats to end."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None
@@ -198,7 +198,7 @@ class PoolForecasts:
     def offers(
         self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
     ) -> Offers:
-        """Return what each pool offers this user. `kept` contains the pools that keep their room for a waiting request."""
+        """Return what each pool offers this user. `kept` contains the pools whose free room is reserved for a waiting request."""
         found = []
         for name, pool in sorted(self._broker.arbiter.pools().items()):
             hub = self.hub(name)

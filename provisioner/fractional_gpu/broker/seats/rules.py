@@ -1,9 +1,9 @@
-"""The rules of seats and the keys of pools. The rules decide which seats servers may have, and which kernels seats allow.
+"""Decides which seats servers may have and which kernels those seats allow, and lets administrators change the settings of pools.
 
 Errors say what was requested, what is available, and what to do.
 
-A refusal (a protocol error) concerns the request itself: the pool belongs to another group, is closed, is over a limit, or has no device
-that is large enough. Waiting does not help. `PoolFull` concerns existing seats: the request may wait until some of them end.
+A refusal (a protocol error) is about the request itself: the pool is for other groups or closed, a limit would be exceeded, or no device is
+large enough. Waiting does not help. `PoolFull` is about existing seats: the request may wait until some of them end.
 """
 
 import logging
@@ -63,7 +63,7 @@ def percent(milli: int) -> str:
 
 
 def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
-    """Return whether the request replaces the seat. Servers with the same name on two hubs are two servers."""
+    """Return whether the request would replace the seat. Servers with the same name on different hubs are different servers."""
     return (seat.hub, seat.owner, seat.server) == (request.hub, request.owner, request.server)
 
 
@@ -155,7 +155,7 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
 def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
     """Return the group whose limits a seat counts against.
 
-    This is `group`, which grants the seat, or otherwise the first of the user's groups that has limits.
+    This is `group`, which entitles the user to the seat, or, if `group` is empty, the first of the user's groups that has limits.
     """
     mine = set(groups)
     return group or next((name for name, _ in pool.group_limits if name in mine), "")
@@ -164,7 +164,7 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Check the limits of the user and of the group. The user's `revoked` leases count, too. Raises NoRoomError."""
+    """Check the user's and the group's limits. The user's `revoked` leases count towards the user's limit. Raises NoRoomError."""
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
@@ -189,7 +189,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool may not promise another `memory_mib`, or None if it may. The pool's `oversubscription` is the limit."""
+    """Return why the pool can't promise `memory_mib` more, or None if it can. The pool's `oversubscription` sets the limit."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000
@@ -205,7 +205,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that the seat has room for `asked` in addition to `held`. The error names `earlier`, the leases of an earlier server.
+    """Check that the seat has room for `asked` on top of `held`. The error names the leases in `earlier`, left by an earlier server.
 
     Raises ForbiddenError or NoRoomError.
     """
@@ -254,9 +254,9 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
 
 
 class PoolEditor:
-    """Changes settings of `pools` until the broker restarts. `note` returns a pool's warning for administrators, or "".
+    """Changes settings in `pools` until the broker restarts. `note` returns a warning about a pool for administrators, or "".
 
-    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would refuse them now.
+    Existing leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would now refuse them.
     """
 
     def __init__(

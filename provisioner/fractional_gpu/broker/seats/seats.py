@@ -1,13 +1,13 @@
-"""Seats, the entitlements of a hub's servers: how a server waits for a seat and gets it, and how seats end.
+"""Manages seats, which entitle a hub's servers to a fraction of a GPU, from the wait for a seat until the seat ends.
 
-- A seat is in the ledger before the hub receives it. It expires unless the hub confirms that it has saved the seat. A confirmed seat
-  survives restarts of the hub and the broker until it is ended, and an ended seat never returns. A server has one seat, so taking another
-  ends the older seat.
-- A pool is full if cells would probably wait too long (`core.seat_packing`), or if its memory is promised to other seats. The configuration
-  decides whether requests are then refused or wait. Requests of one priority are served in the order in which they came. A request that
-  the pool could never serve is refused at once.
-- A request that fits passes earlier requests that do not. After `max_passed_over` times, the pool keeps its room for the passed request,
-  unless even the empty pool could not serve it.
+- A seat is written to the ledger before the hub receives it, and expires unless the hub confirms that the seat has been saved. A confirmed
+  seat survives restarts of the hub and the broker until it is ended, and an ended seat never comes back. A server has at most one seat, so
+  if it gets another, the older one ends.
+- A pool is full if cells would probably wait too long (`core.seat_packing`), or if its memory is promised to other seats. Depending on the
+  configuration, requests are then refused or wait. Requests with the same priority are served in order of arrival. A request that the pool
+  could never serve is refused at once.
+- A request that fits can overtake earlier requests that do not. Once a request has been overtaken `max_passed_over` times, the pool keeps
+  its room for that request, unless even the empty pool could not serve it.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ _MOST_WAITING = 2000
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A request in its pool's queue, equal only to itself. When it leaves the queue, `seat` or `refused` is set."""
+    """A request in its pool's queue, compared by identity. `seat` or `refused` is set when the request is granted or refused."""
 
     request: SeatRequest
     group: str
@@ -195,7 +195,7 @@ class Seats:
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
     def _with_advice_and_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with advice from past use and the remaining budgets. If a budget is used up, say why nothing is offered."""
+        """Return the offer with advice based on past use, the remaining budgets, and the reason if it is ruled out by a used-up budget."""
         spec, hub = self._pool(offer.pool)
         terms = hub.terms(request.groups)
         group = counted_group(terms[0] if terms is not None else "", request.groups, spec)
@@ -208,7 +208,7 @@ class Seats:
         return structs.replace(offer, budget=left, why_not=why_not)
 
     async def take(self, request: SeatRequest) -> AsyncGenerator[SeatProgress, None]:
-        """Yield why the request waits, then `granted` or `refused`. Closing the generator withdraws the request. Raises BadRequestError."""
+        """Yield progress reports, then `granted` or `refused`. Closing the generator withdraws the request. Raises BadRequestError."""
         pool, hub = self._pool(request.pool)
         check_request(request, pool)
         if len(self._seats) >= _MOST_SEATS or sum(map(len, self._waiting.values())) >= _MOST_WAITING:
@@ -281,7 +281,7 @@ class Seats:
                 self._end(waiter.seat, "abandoned")
 
     def _expected(self, waiter: _Waiter, position: int, *, first: bool) -> Span | None:
-        """Return how long a request at this position will probably wait. The first forecast is later compared with the actual wait."""
+        """Return the expected wait for a request at this position. The first forecast is kept, for comparison with the actual wait."""
         pool, seats = waiter.request.pool, len(self._of_pool(waiter.request.pool))
         stated = self.forecasts.expected(pool, position, seats)
         if first and stated is not None:
@@ -290,10 +290,10 @@ class Seats:
         return stated
 
     def _serve(self, pool_name: str) -> PoolFull | None:
-        """Reserve seats for the queued requests that fit. Return why the first request that remains does not fit.
+        """Reserve seats for the queued requests that fit. Return why the first remaining request does not fit.
 
-        A request that gets a seat leaves the queue at once, so that the others need not wait until the seat is in the ledger. If the first
-        request would exceed a limit, it leaves the queue, too. A later request stays, because it may be below its limit when its turn
+        A request that gets a seat leaves the queue at once, so that the others don't have to wait for the seat to be written to the ledger.
+        If the first request would exceed a limit, it leaves as well. A later one stays, because it may be within its limit when its turn
         comes.
         """
         pool, hub = self._pool(pool_name)
@@ -333,7 +333,8 @@ class Seats:
     ) -> PoolFull | str | None:
         """Return the seat's device, or why the seat does not fit. Raises NoRoomError if a limit is reached.
 
-        `unplaced` lists earlier requests that do not fit, and why. If this one needs at least as much as one of them, no forecast is made.
+        `unplaced` lists earlier requests that do not fit, and why. If this request needs at least as much as one of those, no new forecast
+        is made for it.
         """
         request = waiter.request
         others = self._others(request)
@@ -365,7 +366,7 @@ class Seats:
         return SeatProgress(kind=ProgressKind.REFUSED, reason=reason, sentence=sentence)
 
     def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
-        """Create the seat, so that no other request gets its room, and start to write it to the ledger. End the server's older seat."""
+        """Create the seat, so that no other request gets its room, and start writing it to the ledger. End the server's older seat."""
         request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
         waiter.seat = seat = SeatRecord(
@@ -396,7 +397,7 @@ class Seats:
         waiter.written = self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
 
     async def _hand_out(self, waiter: _Waiter, seat: SeatRecord) -> SeatProgress:
-        """Return the granted seat once it is in the ledger. Raises LedgerError. If this is cancelled, the caller must end the seat."""
+        """Return the granted seat once it is in the ledger. Raises LedgerError. If this call is cancelled, the caller must end the seat."""
         if waiter.written is not None:
             try:
                 await asyncio.shield(waiter.written)
@@ -432,7 +433,7 @@ class Seats:
         )
 
     async def confirm(self, seat_id: str) -> SeatStatus:
-        """Keep a seat permanently, because the hub has saved it. Return once the ledger has recorded this.
+        """Make a seat permanent because the hub has saved it. Return once this has been recorded in the ledger.
 
         Raises NotFoundError or LedgerError.
         """
@@ -446,7 +447,7 @@ class Seats:
         return self.status(seat)
 
     def _save_backup_record(self, seat: SeatRecord) -> None:
-        """Write a backup copy of a confirmed seat's record. An unconfirmed seat needs none, because the hub can request another."""
+        """Back up the record of a confirmed seat. An unconfirmed seat needs no backup, because the hub can request another."""
         if self._broker.records.files is not None and seat.expires_ms is None:
             self._broker.records.files.put(seat)
 
@@ -529,7 +530,7 @@ class Seats:
 
 
 def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
-    """Return whether `other`, which is already queued, stays ahead of a new request. Slurm's and Kubernetes' requests go first."""
+    """Return whether `other`, which is already queued, stays ahead of a new request. Requests from Slurm and Kubernetes go first."""
     if waiter.request.admitted or other.request.admitted:
         return other.request.admitted
     return other.terms.priority >= waiter.terms.priority

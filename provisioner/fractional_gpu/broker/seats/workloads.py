@@ -1,9 +1,9 @@
-"""The jobs and pods that seats belong to. Decides which processes may use a seat, when it ends, and whether saved state fits in memory.
+"""Tracks the jobs and pods that own seats: which processes may use a seat, when it ends, and whether its saved state fits in memory.
 
-- A process may use a workload's seat only from that workload's control group, because a user's jobs share a uid and can read each other's
-  files.
+- A process may use a workload's seat only from within that workload's control group, because a user's jobs share a uid and can read each
+  other's files.
 - A seat ends when its workload's control group disappears, or when the machine reboots. A job has no control group before its first step,
-  so a group that never existed ends nothing. The engine's epilog or node agent releases such a seat.
+  so this does not apply to a seat whose group has never been seen. The engine's epilog or node agent releases such a seat.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ _EVERY_S: Final = 2.0
 
 
 class Workloads:
-    """The jobs and pods of `seats`, which maps ids to the current seats. Used on the loop only.
+    """The jobs and pods that own `seats`, a mapping from ids to the current seats. Use only on the event loop's thread.
 
-    `gone(seat)` ends a seat, and `changed(seat)` saves a seat whose control group has become known.
+    `gone(seat)` ends a seat, and `changed(seat)` saves a seat whose control group has just become known.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Workloads:
             self._changed(_with_group(seat, found.group))
 
     def of_pod(self, pid: int) -> SeatRecord | None:
-        """Return the seat of the process's pod. No process can change its control group, so the group serves as the token."""
+        """Return the seat of the pod in which the process runs. A process can't change its control group, so this serves as a token."""
         pods = {
             seat.workload.id: seat
             for seat in self._seats.values()
@@ -89,7 +89,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return why the seat's kernels might not be suspended when idle, or ""."""
+        """Return why the seat's kernels might not be suspended when idle, or "" if nothing prevents it."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)
@@ -161,7 +161,7 @@ def _group_of(workload: Workload) -> str:
 
 
 def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
-    """Return the seat's warning, "" if there is none, or None while its control group is unknown."""
+    """Return the seat's warning, "" if there is none, or None if its control group is not known yet."""
     try:
         group = _group_of(workload)
         return memory_warning(workload.engine, group, seat.memory_mib) if group else None

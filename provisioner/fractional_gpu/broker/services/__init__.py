@@ -1,1 +1,1 @@
-"""The actions of users and administrators on leases and devices, and the status that shows leases and devices."""
+"""Carries out the actions of users and administrators on leases and devices, and reports the status of both."""

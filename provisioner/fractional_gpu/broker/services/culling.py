@@ -1,7 +1,7 @@
-"""Ends kernels that have long been idle, or whose saved state fills the host memory, after a warning (`c.GPUBroker.cull_...`).
+"""Ends kernels that have been idle for a long time, or whose saved state fills host memory, after a warning (`c.GPUBroker.cull_...`).
 
-If this is configured, Jupyter servers hide kernels that hold GPU state from idle cullers, which do not know what a kernel costs. A kernel
-is kept if its user uses, resumes or pins it after the warning.
+When this is configured, Jupyter servers hide kernels with GPU state from idle cullers, which don't know what it costs to keep a kernel. A
+kernel is kept if its user uses, resumes or pins it after the warning.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ End = Callable[[Kernel, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CullRule:
-    """When to end a kernel: after `after_ms` without use, or if saved state fills over `above_percent` of the host memory allowed for it.
+    """When to end a kernel: after `after_ms` without use, or if the total saved state exceeds `above_percent` of its host memory limit.
 
-    None for `after_ms` switches the first condition off, and 100 for `above_percent` the second.
+    Set `after_ms` to None to turn off the first condition, and `above_percent` to 100 to turn off the second.
     """
 
     after_ms: int | None
@@ -36,7 +36,7 @@ class CullRule:
 
 
 def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullRule) -> dict[str, str]:
-    """Return the leases whose kernels should be ended, with the reasons, the longest idle first."""
+    """Return the leases whose kernels should be ended, longest idle first, each with the reason."""
     found: dict[str, str] = {}
     holders = [view for view in views if view.state in (LeaseState.SUSPENDED, LeaseState.RESIDENT)]
     kept_mib = sum(view.saved_mib for view in holders)
@@ -57,7 +57,7 @@ def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullR
 
 
 class Culler:
-    """Ends kernels to which `rule` applies. `end` ends a kernel and its lease, and tells the kernel that replaces it why."""
+    """Ends kernels that match `rule`. `end` ends a kernel and its lease, and tells the replacement kernel why."""
 
     def __init__(self, broker: Broker, rule: CullRule, end: End) -> None:
         self._broker = broker
@@ -72,10 +72,10 @@ class Culler:
                 await asyncio.sleep(period_s)
 
     async def look(self) -> bool:
-        """Warn users whose kernels will be ended. End the first kernel whose warning time is over, and return whether there was one.
+        """Warn users whose kernels will be ended. End the first kernel whose warning has run out, and return whether there was one.
 
-        No second kernel is ended, because it may have been used while the first one was ending. If cancelled, signalled processes still
-        end.
+        Only one kernel is ended per call, because the others may have been used in the meantime. Processes that have already been signalled
+        still exit if this call is cancelled.
         """
         broker = self._broker
         views = [view for kernel, view in broker.views() if not kernel.busy and not kernel.launch.command]

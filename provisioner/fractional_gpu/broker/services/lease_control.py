@@ -1,4 +1,4 @@
-"""Pins, resizes and describes leases, and drains devices. Each method does the work of one route, with its checks."""
+"""Pins, resizes and describes leases, and drains devices. Each method implements one route, including its checks."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ _SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the
 _POINTS = 1000
 _MOST_AGE_S = 1.0  # of the process list, so that requests can share one scan
 LONGEST_DEADLINE_MS = 7 * 86_400_000
-"""A device that goes away later than this is not drained yet."""
+"""Devices that will go away later than this are not drained yet."""
 
 
 async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:
-    """Drain a device, which stays drained when the broker restarts. Raises LedgerError.
+    """Drain a device. It stays drained when the broker restarts. Raises LedgerError.
 
-    After a cancellation, the ledger can contain a drain that the arbiter does not know about.
+    If this call is cancelled, the ledger may contain a drain that the arbiter does not know about.
     """
     at_ms = now_ms()
     deadline_ms = 0 if deadline_in_ms is None else broker.deadlines.now_ms() + deadline_in_ms
@@ -90,9 +90,9 @@ class LeaseControl:
         return full_lease_status(self._broker, kernel)
 
     async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
-        """Change the lease's size. If the lease grows, wait for room.
+        """Change the lease's size, waiting for room if the lease grows.
 
-        Raises ConflictError if the size cannot change. If cancelled, the size stays unless it has already changed.
+        Raises ConflictError if the size can't change. If this call is cancelled, the size stays the same unless it has already changed.
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
@@ -194,7 +194,7 @@ class LeaseControl:
                 self._stay(kernel)
 
     def _stay(self, kernel: Kernel) -> None:
-        """Withdraw the waiting resize by requesting the current size, since the arbiter uses only the newest request."""
+        """Withdraw the waiting resize by requesting the current size. This works because the arbiter acts only on the newest request."""
         kernel.requests.resize = None
         self._broker.dispatch(self._size_now(kernel))
         kernel.notify()
@@ -262,7 +262,7 @@ class LeaseControl:
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
-    """Return how much processes outside `kernels` recently used the first kernel's device, in thousandths, or None if unknown."""
+    """Return how much processes outside `kernels` recently used the first kernel's device, in thousandths, or None if that is unknown."""
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:
         return None
@@ -285,7 +285,7 @@ async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: i
 
 
 def _read(broker: Broker, device_id: str, since_us: int) -> tuple[DeviceUse, DeviceUtilisation, Snapshot] | None:
-    """Read the device's use. Return None if the device cannot be read or reports nothing. Blocks."""
+    """Read the device's use and utilisation. Return None if it can't be read or reports no utilisation. Blocks."""
     try:
         use, utilisation = broker.monitor.use(device_id), broker.monitor.utilisation(device_id, since_us)
     except GPUError as error:  # the memory sampler detects a lost device

@@ -1,6 +1,6 @@
 """Moves saved state to the machine's swap space some time after a suspend (`c.GPUBroker.page_out_after`), to free host memory.
 
-State in swap space does not count against `host_memory`. A resume reads it back, at the speed of the swap device.
+State in swap space does not count towards `host_memory`. A resume reads it back at the speed of the swap device.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Pager:
         self.swapped_mib = 0  # how much saved state is in swap space
 
     async def run(self) -> None:
-        """Page out suspended kernels until cancelled. If this process lacks the permission, log this once and do nothing more."""
+        """Page out suspended kernels until cancelled. If this process lacks permission, log that once and do nothing more."""
         try:
             while True:
                 await self.look()
@@ -45,7 +45,7 @@ class Pager:
             await asyncio.Event().wait()  # the broker ends with its first task
 
     async def look(self) -> None:
-        """Page out what is due, and measure what is in swap space. Raises PermissionError."""
+        """Page out the kernels that are due, and measure how much saved state is in swap space. Raises PermissionError."""
         suspended = [(kernel, view) for kernel, view in self._broker.views() if view.state is LeaseState.SUSPENDED]
         self._tried = {view.spec.lease_id: view.generation for _, view in suspended if self._was_tried(view)}
         for kernel, view in suspended:
@@ -97,7 +97,7 @@ def _saved(kernel: Kernel) -> list[ProcessIdentity]:
 
 
 def _swapped(groups: list[tuple[list[ProcessIdentity], int]]) -> int:
-    """Return how many MiB of saved state are in swap space. Each kernel counts with at most the MiB that it saved."""
+    """Return how many MiB of saved state are in swap space, counting no more for each kernel than it saved."""
     total_mib = 0
     for identities, saved_mib in groups:
         group_mib = 0

@@ -1,7 +1,7 @@
-"""Puts leases on a device or takes them off on request (acquire, suspend, resume, move), and ends all processes of a lease.
+"""Moves leases onto devices and off them on request (acquire, suspend, resume, move), and ends all processes of a lease.
 
-`acquire` files a ticket and reports on it until the grant, so that a waiting cell can show why it waits. A grant is sent only once the
-ledger has the reservation. Otherwise the next broker could give the same memory to another kernel.
+`acquire` files a ticket and reports on it until the grant, so that a waiting cell can show why it is waiting. A grant is sent only after
+the reservation has been written to the ledger. Otherwise the next broker could give the same memory to another kernel.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """File a ticket, or with `watch` only follow an existing one. Yield why the kernel waits, then `granted` or `refused`.
+        """File a ticket, or with `watch` only follow an existing one. Yield the reasons the kernel is waiting, then `granted` or `refused`.
 
         Closing the generator withdraws the ticket. With `hold`, closing it also ends the kernel's use of the GPU.
         """
@@ -198,7 +198,7 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def resume(self, kernel: Kernel, *, if_blocked: bool = False) -> LeaseStatus:
-        """Bring the kernel back, and return once it is resident. Raises ConflictError. Cancellation withdraws the ticket.
+        """Resume the kernel, and return once it is resident. Raises ConflictError. Cancelling this call withdraws the ticket.
 
         With `if_blocked`, do nothing unless the kernel is blocked in a GPU call.
         """
@@ -241,7 +241,7 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def _quiet(self, kernel: Kernel, until_s: float) -> None:
-        """Wait until the kernel has been idle for `_QUIET_S`. JupyterLab's debugger makes it busy again after each cell."""
+        """Wait until the kernel has been idle for `_QUIET_S`, because JupyterLab's debugger makes it busy again after each cell."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._broker.sync_busy_state(kernel)
             await kernel.until(lambda: not kernel.busy, left_s)
@@ -251,7 +251,7 @@ class Residency:
             await kernel.until(lambda: kernel.busy, min(left_s, _QUIET_S - quiet_s))
 
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
-        """Move the idle kernel to the device, or to any other device if None. Return once it is there.
+        """Move the idle kernel to `device_id`, or to any other device if that is None. Return once it is there.
 
         Raises ConflictError. Cancellation does not stop a move that has begun.
         """
@@ -275,7 +275,7 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def _begin_move(self, kernel: Kernel, device_id: str | None) -> None:
-        """Begin the move. Wait up to `PATIENCE_S` for another kernel's suspend or resume. Raises ConflictError."""
+        """Begin the move. Wait up to `PATIENCE_S` for another kernel to finish suspending or resuming. Raises ConflictError."""
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             event = MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id)
@@ -296,8 +296,8 @@ class Residency:
 async def end_tree(broker: Broker, kernel: Kernel) -> None:
     """End the kernel's process tree, reading it again until it is empty. Raises ConflictError.
 
-    Processes are identified by start time and signalled by pidfd, so a signal never hits a reused pid. If cancelled, signalled processes
-    still end.
+    Processes are identified by start time and signalled through a pidfd, so a signal never reaches a reused pid. Processes that have
+    already been signalled still exit if this call is cancelled.
     """
     root = kernel.identity
 
@@ -320,7 +320,7 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
-    """Return whether this progress should be sent, because it differs enough from what the waiting cell already shows."""
+    """Return whether this progress differs enough from what the waiting cell already shows to be worth sending."""
     if told is None:
         return True
     for name in ("expected_ms", "turn_ms"):
@@ -333,7 +333,7 @@ def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
 
 
 def _look_again_s(told: Progress | None) -> float:
-    """Return in how many seconds to check a waiting cell again if no event comes first: when its wait is expected to end."""
+    """Return how many seconds to wait for an event before checking a waiting cell again, based on when its wait is expected to end."""
     if told is None or told.expected_ms is None:
         return _LONGEST_LOOK_S
     return min(_LONGEST_LOOK_S, max(1.0, told.expected_ms / 1000))

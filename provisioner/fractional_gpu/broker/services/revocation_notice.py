@@ -1,10 +1,10 @@
-"""Watches for a notice that this host will be taken away (`c.GPUBroker.revocation_notice`), in a file or at a cloud's metadata URL.
+"""Watches a file or a cloud's metadata URL for a notice that this host will be taken away (`c.GPUBroker.revocation_notice`).
 
-When there is a notice, all devices are drained by its deadline, and users are told to save to disk, because the host's memory will be lost,
-too. If the notice disappears, the devices that were drained for it are undrained, even by a later broker. If the source cannot be read,
-nothing changes. If the source is a file, its existence is the notice. If it is a URL, 404 means that there is no notice (AWS), and 200
-means that there is one, unless the text is `FALSE` (Google) or JSON with an empty `Events` list (Azure). The deadline is `time` (AWS), the
-earliest `NotBefore` (Azure), or `c.GPUBroker.revocation_deadline` from now.
+When there is a notice, all devices are drained before the deadline, and users are told to save to disk, because the host's memory will be
+lost as well. If the notice disappears, the devices that were drained for it are undrained, even by a later broker. If the source can't be
+read, nothing changes. If the source is a file, its existence is the notice. If it is a URL, 404 means that there is no notice (AWS), and
+200 means that there is one, unless the text is `FALSE` (Google) or JSON with no such event in `Events` (Azure). The deadline is `time`
+(AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` from now.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ _AWS_PREFIX = "/latest/"
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice that this host will be taken away. `deadline_ms` is the time in wall-clock ms, or None if the notice does not say."""
+    """A notice that this host will be taken away. `deadline_ms` is in wall-clock ms, or None if the notice gives no deadline."""
 
     deadline_ms: int | None = None
 
 
 class UnreadableNoticeError(Exception):
-    """The source does not show whether there is a notice. The message is a sentence."""
+    """Raised if the source doesn't show whether there is a notice. The message is a sentence."""
 
 
 def read_notice(source: Path | str) -> Notice | None:
@@ -122,9 +122,9 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Tells users of a notice that this host will be taken away. With `drains`, also drains all devices.
+    """Tells users about a notice that this host will be taken away. With `drains`, also drains all devices.
 
-    `default_ms` is the time left if the notice names no deadline.
+    `default_ms` is the time left if the notice gives no deadline.
     """
 
     def __init__(self, broker: Broker, source: Path | str, default_ms: int, *, drains: bool) -> None:
@@ -138,7 +138,7 @@ class RevocationNotice:
         self._problem = ""
 
     async def run(self) -> None:
-        """Watch the source until cancelled. If the ledger cannot be written, try again."""
+        """Watch the source until cancelled. Retry if the ledger can't be written."""
         while True:
             try:
                 await self.look()
@@ -147,7 +147,7 @@ class RevocationNotice:
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
-        """Read the source once and act on it. Raises LedgerError. If cancelled, the next call or the next broker continues."""
+        """Read the source once and act on it. Raises LedgerError. If this call is cancelled, the next call or broker carries on."""
         try:
             notice = await asyncio.to_thread(read_notice, self._source)
         except UnreadableNoticeError as error:
@@ -197,7 +197,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return the devices that were drained for a notice, with the `evict_busy` of an earlier drain or None if there was none."""
+        """Return the devices drained for a notice, each with the `evict_busy` of an earlier drain, or None if there was none."""
         if self._drained is None:
             kept_as = self._broker.writer.ledger.kept_as
             self._drained = await self._broker.writer.read(lambda: kept_as(_KEPT, dict[str, bool | None], {}))

@@ -1,4 +1,4 @@
-"""The status of leases, devices and the host, as messages and as a stream of changes."""
+"""Reports the status of leases, devices and the host, as messages and as a stream of changes."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ from fractional_gpu.protocol.status import (
 )
 
 HAD_ITS_TURN = "this kernel has had its turn on the GPU; kernels that already waited when this cell began go first"
-"""Why a cell waits at its kernel's closed gate (`wait.turn`)."""
+"""The reason given for a cell that is waiting at its kernel's closed gate (`wait.turn`)."""
 
 _MINUTE_MS = 60_000
 _NO_USER = -1  # a uid that no user has
@@ -149,7 +149,7 @@ def revoked_sentence(view: LeaseView) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """The caller of a status route: a uid (None if it may see everything), or the holder of a seat's token, with the seat's owner."""
+    """The caller of a status route: a uid (None if it may see everything), or the holder of a seat's token, along with the seat's owner."""
 
     uid: int | None = None
     seat: str | None = None
@@ -164,7 +164,7 @@ class Viewer:
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
     def shown(self, stranger: Stranger) -> Stranger:
-        """Return what the viewer may see of the process. Holders of a seat share uids, so they see no process as their own."""
+        """Return what the viewer may see of the process. Holders of a seat share uids, so no process is shown to them as their own."""
         own = stranger.uid is not None and stranger.uid == self.caller
         if self.seat is None and (own or self.uid is None):
             return structs.replace(stranger, own=own)
@@ -246,7 +246,7 @@ _MINUTE_S, _STEP_S = 60, 5
 
 
 def coarse_s(left_ms: int | None) -> int | None:
-    """Round the time before a deadline to minutes, or to 5 s in the last two minutes. Return 0 if it has passed."""
+    """Return the seconds left before a deadline, rounded up to the minute, or to 5 s in the last two minutes. Return 0 if it has passed."""
     if left_ms is None:
         return None
     step_s = _MINUTE_S if left_ms > 2 * _MINUTE_MS else _STEP_S
@@ -292,9 +292,9 @@ class StatusStream:
         self._changed = asyncio.Event()  # replaced with each edition
 
     async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
-        """Yield the status that the viewer may see, then each change, and None after `PULSE_S` without a change.
+        """Yield the status the viewer may see, then each change, and None after `PULSE_S` without a change.
 
-        Sampling ends when the last subscriber leaves.
+        Sampling stops when the last subscriber leaves.
         """
         self._subscribers += 1
         if self._sampling is None:

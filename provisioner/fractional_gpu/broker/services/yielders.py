@@ -1,10 +1,10 @@
-"""Asks model servers to release GPU memory that a kernel waits for, and later wakes those that sleep (`c.GPUBroker.yielders`).
+"""Asks model servers to release GPU memory that a kernel is waiting for, and later wakes those it put to sleep (`c.GPUBroker.yielders`).
 
-- A server is asked if one of its processes holds memory of the device. The server must also belong to the waiting kernel's user, or
-  `yield_for_everyone` must be set. Its owner is the user who opened the listening socket. For a seat's kernels only `yield_for_everyone`
-  counts, because containers share uids.
-- Servers are not trusted: answers are limited in time and size, redirects are not followed, and no proxy is used. Memory is free when the
-  device reports it.
+- A server is asked if one of its processes holds memory on the device, and if the server belongs to the waiting kernel's user or
+  `yield_for_everyone` is set. A server's owner is the user who opened its listening socket. For a seat's kernels, only `yield_for_everyone`
+  matters, because containers share uids.
+- Servers are not trusted: answers are limited in time and size, redirects are not followed, and no proxy is used. Memory counts as free
+  only when the device reports it as free.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class _Loaded(Struct):
 
 
 class Yielder:
-    """Asks `server` to release memory for its owner's kernels, or for everyone's with `everyone`. `refresh` samples the devices."""
+    """Asks `server` to release memory for its owner's kernels, or for everyone's if `everyone` is set. `refresh` samples the devices."""
 
     def __init__(self, broker: Broker, server: ModelServer, *, everyone: bool, refresh: Refresh) -> None:
         self._broker, self._server, self._everyone, self._refresh = broker, server, everyone, refresh
@@ -76,9 +76,9 @@ class Yielder:
             await within(_PERIOD_S, queue)
 
     async def look(self) -> None:
-        """Ask the server to release memory that kernels wait for. Wake the server once no kernel waits for the server's devices.
+        """Ask the server to release memory that kernels are waiting for. Wake it once no kernel is waiting for its devices.
 
-        If cancelled, a request may already have been sent.
+        If this call is cancelled, a request may already have been sent.
         """
         if time.monotonic() >= self._next_s and any(
             self._broker.arbiter.stranger_devices(one) for one in self._broker.kernels
@@ -89,7 +89,7 @@ class Yielder:
             await self._wake()
 
     def asked(self, kernel: Kernel) -> str:
-        """Return what the server was asked to do for this waiting kernel, or "" once the server has released most of its memory."""
+        """Return what the server was asked to do for this waiting kernel, or "" once it has released most of its memory."""
         uses = {device_id: self._use(self._held, device_id) for device_id in self._held}
         there = {device_id for device_id, (before_mib, now_mib) in uses.items() if now_mib > before_mib / 2}
         return self._asked if self._may_ask(kernel, there) else ""
@@ -100,14 +100,14 @@ class Yielder:
         return sum(one.used_mib for one in held[device_id]), sum(now_mib.get(one.pid, 0) for one in held[device_id])
 
     def _may_ask(self, kernel: Kernel, device_ids: Collection[str]) -> bool:
-        """Whether the kernel waits for memory of one of these devices, and the settings allow asking the server on its behalf."""
+        """Return whether the kernel is waiting for memory on one of these devices and the settings allow asking the server for it."""
         arbiter = self._broker.arbiter
         view = arbiter.lease(kernel.lease_id)
         is_own = view is not None and not view.spec.seat and self._uids == {kernel.uid}
         return (self._everyone or is_own) and not set(device_ids).isdisjoint(arbiter.stranger_devices(kernel.lease_id))
 
     async def _ask(self) -> None:
-        """Ask the server to release memory if `_may_ask` is true of a kernel. Tell the users of such kernels, and measure the effect."""
+        """Ask the server to release memory if `_may_ask` is true for any kernel. Tell those kernels' users, and measure the effect."""
         server, strangers, self._asked = self._server, dict(self._broker.enforcement.strangers), ""
         self._uids, self._held = await asyncio.to_thread(_holdings, server, strangers)
         if not any(self._may_ask(kernel, self._held) for kernel in self._broker.kernels.values()):
@@ -136,7 +136,7 @@ class Yielder:
                 await self._refresh()
 
     async def _wake(self) -> None:
-        """Wake the server once no kernel waits for the server's devices and they have room for the memory that the server released."""
+        """Wake the server once no kernel is waiting for its devices and they have room for the memory that it released."""
         arbiter, server = self._broker.arbiter, self._server
         pools = {name for name, pool in arbiter.pools().items() if self._released.keys() & set(pool.devices)}
         if any(view.spec.pool in pools and arbiter.waits(view.spec.lease_id) for view in arbiter.leases()):
@@ -159,7 +159,7 @@ class Yielder:
 
 
 async def _loaded(server: ModelServer) -> list[str]:
-    """Return the names of the loaded models ("" stands for all models). The list is empty if the server sleeps.
+    """Return the names of the loaded models ("" means all models). The list is empty if the server is asleep.
 
     Raises ConnectionError with a message that explains what went wrong.
     """
@@ -210,9 +210,9 @@ def _holdings(server: ModelServer, strangers: Mapping[str, Sequence[Stranger]]) 
 
 
 def _is_of(one: Stranger, owners: Mapping[str, int], server: ModelServer) -> bool:
-    """Whether the process belongs to the server.
+    """Return whether the process belongs to the server.
 
-    It does if the process or an ancestor has the server's socket open, or if its user owns the socket and its command is the server's.
+    It does if it or an ancestor of it has the server's socket open, or if its user owns the socket and its command is one of the server's.
     """
     if one.uid in owners.values() and one.command.startswith(server.commands):
         return True

@@ -1,1 +1,1 @@
-"""Parts that follow kernels between events: GPU use against the caps, activity of idle kernels, and processes left behind."""
+"""Watches kernels between events: whether they exceed their caps, whether idle ones are really idle, and what they leave behind."""

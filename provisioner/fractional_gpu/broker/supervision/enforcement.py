@@ -1,10 +1,10 @@
-"""Compares the memory that devices list for each process with the broker's records, to enforce caps and claims and to show use.
+"""Compares the memory that devices report for each process with the broker's records, to enforce caps and claims and to show usage.
 
-- The arbiter decides when a lease breaches its cap. The lease's notebook then gets a notice. If the pool says `kill`, the lease's processes
-  that use a device are killed at once.
-- Processes that use a managed device without a lease are shown. If the pool says `refuse`, they get SIGTERM after `PATIENCE_S`, and SIGKILL
-  after the same time again. Display programs, NVIDIA's servers and processes with the id of a live lease are left alone.
-- A process is identified by its start time and signalled through its pidfd, never by its pid alone.
+- The arbiter decides when a lease exceeds its cap. The lease's notebook then gets a notice. If the pool is set to `kill`, the lease's
+  processes that are using a device are killed at once.
+- Processes that use a managed device without a lease are shown. If the pool is set to `refuse`, they are sent SIGTERM after `PATIENCE_S`,
+  and SIGKILL after another `PATIENCE_S`. Display programs, NVIDIA's servers and processes with the id of an active lease are left alone.
+- Processes are identified by their start time and signalled through a pidfd, never by pid alone.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 5.0
 Owner = tuple[str, ProcessIdentity]
-"""A process's lease, and the process's identity when the lease was determined."""
+"""A process's lease, and the process's identity at the time the lease was determined."""
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
 @dataclass(slots=True)
 class _StrangerToEnd:
-    """A process without a lease that will be ended.
+    """A process without a lease that is going to be ended.
 
-    Holds when it was first seen, whether it got SIGTERM, and whether the broker's user is permitted to signal it.
+    Records when it was first seen, whether it got SIGTERM, and whether the broker's user is permitted to signal it.
     """
 
     since_s: float
@@ -67,9 +67,9 @@ class Enforcement:
     def see(
         self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner], processes: Snapshot | None
     ) -> None:
-        """Evaluate a sample: each device's use, and the lease that owns each process.
+        """Evaluate a sample, which contains each device's use and the lease that owns each process.
 
-        `processes` is None if only kernels themselves use a device.
+        `processes` is None if kernels themselves are the only processes that use a device.
         """
         self._users = {}
         unwanted: dict[ProcessIdentity, _StrangerToEnd] = {}
@@ -190,7 +190,7 @@ class ContextLearner:
             self._learn(kernel, kernel.checkpoint.homes, kernel.checkpoint.sizes[kernel.identity])
 
     def breached(self, kernel: Kernel) -> None:
-        """Ask a kernel that exceeds its memory cap how much memory its frameworks hold, once it is idle. Returns at once."""
+        """Arrange for a kernel that exceeds its memory cap to be asked, as soon as it is idle, how much memory its frameworks hold."""
         if kernel.lease_id not in self._asking:
             task = asyncio.get_running_loop().create_task(self._ask(kernel))
             self._asking[kernel.lease_id] = task
@@ -203,7 +203,7 @@ class ContextLearner:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def _ask(self, kernel: Kernel) -> None:
-        """Once the kernel is idle, let it free its caches, and compare its figures with the device's. Safe to cancel."""
+        """Once the kernel is idle, have it free its caches, and compare its figures with the device's. Safe to cancel."""
         while True:
             change = kernel.change()
             if kernel.busy:
@@ -231,7 +231,7 @@ class ContextLearner:
         return device_ids == self._broker.records.may_use(kernel)
 
     def _learn(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
-        """Learn the size of a kernel's context, if the kernel has one device. With several devices, the size on each is unknown."""
+        """Learn the size of a kernel's context if the kernel has exactly one device. With several, the size on each is unknown."""
         reserved_mib = kernel.link.reserved_mib if kernel.link is not None else None
         view = self._broker.arbiter.lease(kernel.lease_id)
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None
@@ -301,7 +301,7 @@ class GpuActivity:
     async def is_quiet(self, kernel: Kernel) -> bool:
         """Return whether the kernel's processes have done no work on its devices for `UNANSWERED_QUIET_S`.
 
-        A kernel whose devices do not report this counts as quiet. A kernel with an unreadable device does not count as quiet.
+        A kernel whose devices don't report work is considered quiet. A kernel with a device that can't be read is not.
         """
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
@@ -366,7 +366,7 @@ class GpuActivity:
     def _read(
         self, device_ids: list[str], since_us: int, known: Collection[int]
     ) -> tuple[dict[str, DeviceActivity], Snapshot | None]:
-        """Read when processes last worked on the devices. Scan /proc if any of them is not itself a kernel. Blocks."""
+        """Read when processes last worked on the devices. Scan /proc if any of these processes is not itself a kernel. Blocks."""
         found: dict[str, DeviceActivity] = {}
         for device_id in device_ids:
             try:

@@ -1,10 +1,10 @@
-"""Memory caps that the driver enforces. Each control group can use only as much memory of a device as its leases hold there.
+"""Has the driver enforce memory caps: a control group can use only as much memory on a device as its leases hold there.
 
-A group is limited if it contains only processes of one seat or user (`own_group`). The broker raises the group's limit
-before one of its leases uses or returns to a device, and lowers it after a suspend. The limit ends with the group's last lease.
+A group is limited if all of its processes belong to one seat or user (`own_group`). The broker raises a group's limit before one of its
+leases uses or returns to a device, and lowers it after a suspend. The limit is removed when the group's last lease ends.
 
-A restore beyond the limit would kill the process, so nothing is restored before the limit is set. A broker that starts while kernels live
-cannot test the driver. If it finds limits, it keeps them up to date.
+A restore that exceeds the limit would kill the process, so nothing is restored before the limit is set. A broker that starts while kernels
+are running can't test the driver, but if it finds limits, it keeps them up to date.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ Key = tuple[str, str]
 class HardCaps:
     """The memory limits that the driver enforces on control groups.
 
-    `why_not` is a sentence that explains why the driver caps no kernel. If it is "", the driver caps kernels in limited groups.
+    `why_not` is a sentence explaining why the driver caps no kernels, or "" if it does cap kernels in limited groups.
     """
 
     def __init__(self, broker: "Broker", worker: WorkerLink) -> None:
@@ -57,7 +57,7 @@ class HardCaps:
         log.info("memory limits by the driver: %s", result.why_not or "they work")
 
     async def recall(self) -> None:
-        """Read the limits that an earlier broker set for running kernels, and keep them."""
+        """Read the limits an earlier broker set for running kernels, and keep them."""
         for kernel, _ in self._broker.views():
             await self._look(kernel)
 
@@ -78,14 +78,14 @@ class HardCaps:
                 self._set[group.path, device_id] = limit.hard_mib
 
     def allows(self, kernel: Kernel) -> bool:
-        """Return whether the driver's limits allow all memory that the kernel's control group may hold on its devices."""
+        """Return whether the driver's limits allow all the memory that the kernel's control group may hold on its devices."""
         return self.why_not != "" or self._is_raised(kernel, self._wanted())
 
     def _is_raised(self, kernel: Kernel, wanted: Mapping[Key, int]) -> bool:
         return all(self._set.get(key, mib) >= mib for key, mib in wanted.items() if self._concerns(kernel, key))
 
     def told_mib(self, kernel: Kernel, device_id: str) -> int | None:
-        """Return the MiB that the kernel's frameworks see as the size of the device, or None if they see the whole device."""
+        """Return the device's size in MiB as the kernel's frameworks see it, or None if they see the whole device."""
         group = self._group(kernel) if not self.why_not and self._is_told else None
         return self._set.get((group.path, device_id)) if group is not None and group.is_leaf else None
 
@@ -94,7 +94,7 @@ class HardCaps:
         return any(self._concerns(kernel, key) for key in self._set)
 
     async def apply(self, kernel: Kernel | None = None) -> str:
-        """Bring the limits up to date. Return why the limit of `kernel` could not be raised, or ""."""
+        """Update the limits. Return why the limit of `kernel` could not be raised, or "" if there is no problem."""
         if kernel is not None and self.why_not == _NOT_TRIED:
             await self._look(kernel)
         if self.why_not:
@@ -114,7 +114,7 @@ class HardCaps:
         )
 
     async def run(self) -> None:
-        """Keep the limits up to date until cancelled, and let cells run once the limit of their kernel has been raised."""
+        """Keep the limits up to date until cancelled, and let cells run once their kernel's limit has been raised."""
         while True:
             changed = self._broker.anything_changed
             wanted = self._wanted() if not self.why_not else {}

@@ -1,10 +1,10 @@
-"""Processes and device memory that remain when a kernel ends, and what killed the kernel.
+"""Deals with processes and device memory left behind when a kernel ends, and finds out what killed the kernel.
 
-- A lease's memory is free when no process of the kernel's tree has device memory, whether on a device or saved on the host, and the devices
-  no longer count it. The driver frees memory only after a process has ended. If this is unknown, the memory is not free.
+- A lease's memory is free when no process in the kernel's tree has device memory, whether on a device or saved on the host, and the devices
+  no longer count it. The driver frees memory only after a process has exited. If any of this is unknown, the memory is not considered free.
 - While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts against its owner's limits,
-  and is resumed if it was suspended. The next kernel of the lease takes it over. The processes get `_MOMENT_S` to end with their kernel.
-- Memory that a device charges to no process but still counts after `FREED_S` counts as used without a lease.
+  and is resumed if it was suspended. The lease's next kernel takes it over. Processes have `_MOMENT_S` to exit along with their kernel.
+- Memory that a device still counts as used after `FREED_S`, but attributes to no process, is treated as used without a lease.
 - With `after_kernel: "end"`, remaining processes are ended if they were seen in the tree and their identity and user match.
 """
 
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 
 ABANDONED: Final = "abandoned"
-"""The reason for the end of a lease in its story and in the counters."""
+"""The reason given for the end of a lease in its history and in the counters."""
 _EVERY_S: Final = 1.0
 
 
 def has_lost_server(kernel: Kernel) -> bool:
-    """Return whether the lease's server is known and has ended. A server that cannot be checked counts as alive."""
+    """Return whether the lease's server is known and has exited. A server that can't be checked is assumed to be alive."""
     try:
         return kernel.launch.server is not None and not is_alive(kernel.launch.server)
     except OSError:  # it is unreadable, or the broker is out of descriptors
@@ -113,9 +113,9 @@ class Survivors:
         self._ends: set[asyncio.Task[None]] = set()
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Start to free the reservation of a kernel whose process ended or was replaced.
+        """Begin freeing the reservation of a kernel whose process exited or was replaced.
 
-        The reservation is free once no device counts the kernel's memory any more. The process is no longer followed.
+        The reservation is freed once no device counts the kernel's memory any more. The process is no longer watched.
         """
         if not kernel.ending.survivors:
             kernel.ending.root = root
@@ -127,9 +127,9 @@ class Survivors:
                 self._free(kernel)
 
     async def release(self, kernel: Kernel, reason: str = "released") -> None:
-        """End the lease now, or when the last processes of its kernel end. Return once it is known whether any remain.
+        """End the lease now, or when its kernel's last processes exit. Return once it is known whether any remain.
 
-        If cancelled, the lease still ends.
+        The lease still ends if this call is cancelled.
         """
         if not kernel.ending.released:
             kernel.ending.released, kernel.ending.reason = True, reason
@@ -176,7 +176,7 @@ class Survivors:
         self._free(kernel)
 
     async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
-        """Return True if the memory is free, False if processes keep the lease, or None to look again. Raises GPUError or OSError."""
+        """Return True if the memory is free, False if processes keep the lease, or None to check again. Raises GPUError or OSError."""
         left, unfreed = await self._look(kernel, root)
         passed_s = time.monotonic() - begun_s
         if left and passed_s < _MOMENT_S:
@@ -202,7 +202,7 @@ class Survivors:
     async def find(
         self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool
     ) -> list[Survivor]:
-        """Return the processes with device memory, largest first. With `saved`, include memory that may be saved on the host.
+        """Return the processes with device memory, largest first. With `saved`, include those whose memory may be saved on the host.
 
         Raises GPUError.
         """
@@ -218,9 +218,9 @@ class Survivors:
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
-        """Count device memory that was not freed as memory that is used without a lease.
+        """Treat device memory that was not freed as memory that is used without a lease.
 
-        Returns once the arbiter knows about it, because only then can other leases get the rest of the lease's memory.
+        Returns once the arbiter knows about it, because other leases can't get the rest of the lease's memory before that.
         """
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory, which counts as used without a lease until it is freed",
@@ -233,7 +233,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return the MiB that the device still counts for ended processes. While no kernel ends, record what it charges to no process."""
+        """Return the MiB the device still counts for ended processes. If no kernel is ending, record how much belongs to no process."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -249,7 +249,7 @@ class Survivors:
         self.sampled = asyncio.Event()
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """Let these processes keep the lease, and watch the first. Return False if it has ended. Raises OSError if it cannot be watched."""
+        """Let these processes keep the lease, and watch the first. Return False if it has exited. Raises OSError if it can't be watched."""
         first = left[0].identity
         try:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
@@ -268,7 +268,7 @@ class Survivors:
         return True
 
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
-        """Update the memory of an ended kernel's processes. If other processes hold memory now, search for them again."""
+        """Update the memory of the processes an ended kernel left behind. If other processes hold memory now, search for them again."""
         view = self._view(kernel)
         if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return
@@ -292,9 +292,9 @@ class Survivors:
             self._broker.exited(kernel)
 
     async def end(self, kernel: Kernel) -> None:
-        """End the kernel's last processes, and return when its memory is free.
+        """End the kernel's remaining processes, and return when its memory is free.
 
-        Raises ConflictError. If cancelled, signalled processes still end.
+        Raises ConflictError. Processes that have already been signalled still exit if this call is cancelled.
         """
         await self.settled(kernel)
         if not kernel.ending.survivors:
@@ -416,7 +416,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """How many processes of one control group Linux killed for lack of memory. The first `accounted` kills cannot explain a new death."""
+    """The number of processes in a control group killed by Linux for lack of memory. The first `accounted` can't explain a new exit."""
 
     limited_by: str
     accounted: int
@@ -440,7 +440,7 @@ class OomKills:
             log.debug("cannot read the out-of-memory counter of process %d: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
-        """Count kills in the control groups of these live kernels. Kills older than `_WINDOW_S` no longer explain the end of a kernel."""
+        """Count kills in the control groups of these running kernels. Kills older than `_WINDOW_S` no longer explain why a kernel ended."""
         self._files = {pid: file for pid, file in self._files.items() if pid in pids}
         for pid in set(pids) - self._files.keys():
             self.follow(pid, now_s)

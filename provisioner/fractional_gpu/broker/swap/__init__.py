@@ -1,1 +1,1 @@
-"""Suspends and resumes kernels: the single steps, whole operations, and the consequences of a driver error."""
+"""Suspends and resumes kernels: the individual steps, whole operations, and the consequences of driver errors."""

@@ -1,11 +1,11 @@
-"""Checks whether a kernel can be checkpointed at all, once its cells are kept waiting and before any process is locked.
+"""Checks whether a kernel can be checkpointed at all, after its gate has been closed and before any process is locked.
 
-The driver guarantees nothing about a process whose checkpoint failed, so known obstacles are looked for first.
+The driver guarantees nothing about a process after a failed checkpoint, so this module looks for known obstacles first.
 
-- NCCL: Communicators within one machine map segments in /dev/shm, which can be found. Collectives with processes outside the kernel's tree,
-  or without shared memory (`NCCL_SHM_DISABLE=1`), remain invisible.
-- Profilers and debuggers: If they are injected, they are found by their libraries, and by the variable that makes the driver load such a
-  library. `libcupti` proves nothing, because torch and JAX always link it. The extension finds profilers that the kernel itself starts.
+- NCCL: Communicators within one machine map segments in /dev/shm, which can be detected. Collectives with processes outside the kernel's
+  tree, or without shared memory (`NCCL_SHM_DISABLE=1`), can't be detected.
+- Profilers and debuggers: Injected ones are recognised by their libraries, and by the variable that makes the driver load such a library.
+  `libcupti` proves nothing, because torch and JAX always link it. The extension detects profilers that the kernel itself starts.
 """
 
 from collections.abc import Collection
@@ -34,7 +34,7 @@ _INJECTION = "CUDA_INJECTION64_PATH"
 async def why_not_checkpointable(
     arbiter: Arbiter, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot
 ) -> str:
-    """Return a sentence that explains why these CUDA processes cannot be checkpointed, or "" if no obstacle is known."""
+    """Return a sentence explaining why these CUDA processes can't be checkpointed, or "" if no obstacle is known."""
     view = arbiter.lease(kernel.lease_id)
     if view is not None and view.unsuspendable_reason:
         return view.unsuspendable_reason

@@ -1,9 +1,9 @@
-"""Carries out the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at leases in an unknown state.
+"""Carries out the arbiter's decisions that take time: suspending, resuming, shrinking, and re-examining leases in an unknown state.
 
 - Each operation first writes its intent to disk (a lease record whose state shows that the lease is being suspended or resumed). Each ends
-  with an event, whatever happens, because an operation without an event would block all later ones.
-- An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped, because the next broker looks
-  anyway.
+  by dispatching an event, whatever happens, because an operation without one would block all later operations.
+- An operation that has begun is finished before the broker exits. An examination of a quarantined lease is abandoned instead, because the
+  next broker will repeat it anyway.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Operations:
         self._look_now = asyncio.Event()
 
     def device_returned(self) -> None:
-        """Let the next operation start a new worker, and examine every quarantined lease again."""
+        """Let the next operation start a new worker, and re-examine every quarantined lease."""
         self._swaps.worker.renew()
         self.look_now()
 
@@ -113,7 +113,7 @@ class Operations:
                 self._broker.suspend_finished(kernel)  # the kernel may have become busy
 
     def _reserve(self, effect: Suspend, need_mib: int) -> int:
-        """Ask the arbiter to reserve host memory for the suspend. Return the MiB that are then reserved."""
+        """Ask the arbiter to reserve host memory for the suspend. Return the total MiB reserved afterwards."""
         self._broker.dispatch(
             HostMemoryNeeded(
                 at_ms=now_ms(),
@@ -173,7 +173,7 @@ class Operations:
             )
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Examine the lease until its state is known or changes. If a process has failed, report this once, and continue."""
+        """Examine the lease until its state is known or changes. If a process has failed, report that once and keep examining."""
         reported = ""
         for attempt in count():
             await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)
@@ -210,7 +210,7 @@ class Operations:
             reported = truth.sentence
 
     async def _write_down(self, kernel: Kernel, phase: str) -> None:
-        """Write the lease and the memory to save to the ledger before a phase, which must not start if this raises LedgerError."""
+        """Write the lease and the memory to save to the ledger before a phase. If this raises LedgerError, the phase must not start."""
         log.debug("lease %s: %s", kernel.lease_id[:8], phase)
         await self._broker.records.write(kernel)
 

@@ -1,10 +1,10 @@
-"""The consequences of a driver error for the lease, as a table by phase. `docs/driver-errors.md` shows it.
+"""Decides what a driver error means for the lease, depending on the phase. `docs/driver-errors.md` shows this as a table.
 
-- Before the checkpoint nothing can be lost. The suspend is tried again soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
-- A failed checkpoint may leave the process in an unsound state. It is not tried again, even if the driver reports that nothing moved.
-  Without that report the outcome is UNKNOWN.
-- A failed restore leaves the lease saved only if the driver reports that everything is still saved. A restore without room is fatal, so
-  after an out-of-memory error this report is not enough. The outcome is then UNKNOWN, and the lease is examined again.
+- Nothing can be lost before the checkpoint. The suspend is retried soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
+- A failed checkpoint may leave the process in an unsound state. It is retried only if the error is temporary and the driver reports that
+  nothing moved. Without that report, the outcome is UNKNOWN.
+- A failed restore leaves the lease saved only if the driver reports that everything is still saved. A restore without enough room is fatal,
+  so after an out-of-memory error this report is not enough: the outcome is UNKNOWN, and the lease is examined again.
 """
 
 from collections.abc import Collection
@@ -35,7 +35,7 @@ def before_checkpoint(code: GPUErrorCode) -> SuspendOutcome:
 def after_checkpoint(code: GPUErrorCode, states: Collection[ProcessState]) -> SuspendOutcome:
     """Return the outcome of a suspend whose checkpoint failed.
 
-    `states` has the driver's answers after the failure, and can be empty.
+    `states` contains the states that the driver reported after the failure, and may be empty.
     """
     if not states or any(state not in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
         return SuspendOutcome.UNKNOWN

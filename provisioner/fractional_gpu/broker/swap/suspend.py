@@ -1,14 +1,14 @@
 """Suspends one kernel: keeps its cells waiting, and locks, checkpoints and verifies its processes.
 
-1. Close the gate (cells then wait), check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
+1. Close the gate (which makes cells wait), check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
 2. Check for known obstacles. Nothing is locked yet, so a refusal costs nothing. If too little host memory is reserved, ask the arbiter for
    more, here and in step 4.
-3. Lock every CUDA process of the kernel's tree. From here on they cannot change their device memory.
-4. Take a second snapshot under the locks. It shows what began, grew or ended since the first.
+3. Lock every CUDA process in the kernel's tree. Locked processes can't change their device memory.
+4. Take a second snapshot while the locks are held. It shows what has started, grown or exited since the first.
 5. Checkpoint each process, and verify the driver's answer. The first checkpoint is the point of no return.
 
-Before step 5 every failure rolls back, and the kernel continues. After it, the suspend ends as SAVED. If the driver does not confirm that
-everything is saved, or that everything is back, it ends as UNKNOWN. The table in `outcomes` explains the driver's errors.
+Before step 5, every failure is rolled back, and the kernel continues. After that, the suspend ends as UNKNOWN unless the driver confirms
+that all processes are saved, or that all are running again. `outcomes` says what each driver error leads to.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb
 
 Journal = Callable[[str], Awaitable[None]]
-"""Durably writes the lease before this phase of an operation begins."""
+"""Durably writes the lease before an operation begins the given phase."""
 
 Reserve = Callable[[int], int]
-"""Asks the arbiter for host memory (MiB) for the running suspend. Returns the MiB that are then reserved."""
+"""Asks the arbiter for host memory (MiB) for the running suspend. Returns the total MiB reserved afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class SwapTimes:
 
 
 class StepError(Exception):
-    """A step failed before the point of no return. `need_mib` is the memory to save if that is more than was reserved."""
+    """Raised if a step fails before the point of no return. `need_mib` is the memory to save if that is more than was reserved."""
 
     def __init__(self, outcome: SuspendOutcome, sentence: str, need_mib: int = 0) -> None:
         super().__init__(sentence)
@@ -75,11 +75,11 @@ _LOOK_S = 0.02
 _DEAF_S = 5.0  # a silent process whose connections broke this long ago is no longer a kernel
 
 IsQuiet = Callable[[Kernel], Awaitable[bool]]
-"""Returns whether the devices show that a kernel has been idle long enough, even if its extension is silent."""
+"""Returns whether the devices show that a kernel has been idle long enough, even if its extension doesn't answer."""
 
 
 CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
-"""Returns a sentence that explains why CUDA processes of a kernel cannot be checkpointed, or "" if they can be."""
+"""Returns a sentence explaining why a kernel's CUDA processes can't be checkpointed, or "" if they can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _runs_no_cell(kernel: Kernel) -> bool:
 
 
 def _is_no_kernel(kernel: Kernel) -> bool:
-    """Return whether a kernel that had our extension was replaced with `os.execv`, and so no longer runs cells."""
+    """Return whether a kernel that had our extension was replaced through `os.execv`, and so no longer runs cells."""
     doubt_s = kernel.iopub.doubt_s if kernel.iopub is not None else 0.0
     return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
@@ -110,7 +110,7 @@ def _check_idle(kernel: Kernel) -> None:
 
 
 class Suspension:
-    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel does no work. If it is None, all are quiet."""
+    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel does no work. If None, all count as quiet."""
 
     def __init__(
         self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, check: CheckpointCheck | None
@@ -126,8 +126,8 @@ class Suspension:
     ) -> Suspended:
         """Suspend the kernel. Return the outcome, the MiB saved (or needed, if too little was reserved), and a sentence.
 
-        If `effect` reserves too little host memory, this method calls `reserve` for more. Cancel it only when the broker ends, because
-        processes may stay locked.
+        If `effect` reserves too little host memory, this method calls `reserve` for more. Cancel it only when the broker is exiting,
+        because processes may stay locked.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
@@ -157,7 +157,7 @@ class Suspension:
         return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
 
     async def _prepare(self, kernel: Kernel, effect: Suspend, reserve: Reserve) -> dict[ProcessIdentity, int] | None:
-        """Return the CUDA processes to lock with their MiB, or None if there is nothing to save. Raises StepError, GPUError or OSError."""
+        """Return the CUDA processes to lock, with their MiB, or None if there is nothing to save. Raises StepError, GPUError or OSError."""
         _check_not_stopped(kernel)
         # A preempted kernel is busy, and a cell that waits at the gate blocks the main loop. Neither can shrink.
         is_busy = effect.preempt or effect.between_cells or bool(kernel.cell.unused)
@@ -190,8 +190,8 @@ class Suspension:
     async def _close_gate(self, kernel: Kernel) -> Gate:
         """Tell our extension to keep cells waiting from now on. Raises StepError if a cell is running.
 
-        If the extension does not answer in time, the kernel is treated as one without our extension once the devices' counters have been
-        quiet for a while. The messages of a kernel whose Python cannot run (because an extension module holds the GIL) make it look idle.
+        If the extension doesn't answer in time, the kernel is treated as one without our extension, but only if the devices' counters have
+        been quiet for a while: going by its messages, a kernel whose Python is blocked (a module holds the GIL) looks idle.
         """
         await kernel.until_linked(self._times.gate_s)  # it may not have come back yet after a broker's start
         link = kernel.link
@@ -218,8 +218,8 @@ class Suspension:
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
         """Tell the kernel's extension, if any, to let no further cell run without a grant. Does not wait for a running cell.
 
-        An extension that does not answer (because the cell may hold the interpreter) obeys later. Until then a running cell blocks in CUDA.
-        Raises StepError if the kernel should be between two cells, but is running a cell in another of its shells.
+        An extension that doesn't answer (perhaps because the cell holds the interpreter) obeys later. Until it does, a running cell blocks
+        in CUDA. Raises StepError if the kernel should be between two cells but is running a cell in another of its shells.
         """
         _check_alive(kernel)
         # As in `_close_gate`. A cell that enters the open gate would block without a message to its user.
@@ -245,7 +245,7 @@ class Suspension:
     async def _first_snapshot(
         self, kernel: Kernel, effect: Suspend, *, shrinks: bool
     ) -> tuple[StepError | None, HostSnapshot]:
-        """Return the obstacle to saving, if any, and a snapshot. Raises GPUError.
+        """Return what prevents saving, if anything, and a snapshot. Raises GPUError.
 
         /proc is read while the kernel frees cached memory, and the devices are read afterwards.
         """
@@ -258,7 +258,7 @@ class Suspension:
     async def _use(
         self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return the result of `ProcessInspector.memory_use`, and whether the kernel runs no cell, so that no new context can appear."""
+        """Return the result of `ProcessInspector.memory_use`, and whether no cell is running, so that no new context can appear."""
         use, heirs = await self._inspector.memory_use(kernel, host)
         if effect.preempt:
             # A busy kernel without a context gives its room back if its cell ends soon.
@@ -277,7 +277,7 @@ class Suspension:
     async def _lock_all(
         self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
     ) -> set[ProcessIdentity]:
-        """Lock the processes, adding each to `locked` first. Return those that turn out to have no context, and so are not locked."""
+        """Lock the processes, adding each to `locked` beforehand. Return those that turn out to have no context and so remain unlocked."""
         empty = set()
         for identity in use:
             locked.append(identity)
@@ -336,7 +336,7 @@ class Suspension:
     async def _roll_back(
         self, locked: Sequence[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
     ) -> Suspended:
-        """Unlock the processes and return the outcome, which is UNKNOWN if a process may still be locked."""
+        """Unlock the processes. Return the outcome, or UNKNOWN if a process may still be locked."""
         # In reverse order of locking, so that the way back passes through the same states.
         for identity in reversed(locked):
             try:
@@ -353,7 +353,7 @@ class Suspension:
         return outcome, need_mib, sentence
 
     async def _after_failed_checkpoint(self, locked: Sequence[ProcessIdentity], error: GPUError) -> Suspended:
-        """Roll back if every process is still locked with its memory on the device. Otherwise the outcome is UNKNOWN."""
+        """Roll back if the driver reports that no process's memory has moved. Otherwise, return UNKNOWN."""
         try:
             states = [await self._worker.state(identity) for identity in locked]
         except GPUError as again:
@@ -366,7 +366,7 @@ class Suspension:
 
 
 async def _shrink(kernel: Kernel) -> StepError | None:
-    """Have the idle main loop free cached memory. Return the obstacle to saving the rest, if any."""
+    """Have the idle main loop free cached memory. Return what prevents saving the rest, if anything."""
     if kernel.link is None:
         return StepError(SuspendOutcome.ABORTED, "the kernel's extension closed its connection")
     word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)
@@ -378,7 +378,7 @@ async def _shrink(kernel: Kernel) -> StepError | None:
 
 
 def _check_not_stopped(kernel: Kernel) -> None:
-    """Raise StepError for a stopped kernel, because neither its extension nor the driver would get an answer."""
+    """Raise StepError if the kernel is stopped, because neither its extension nor the driver would get an answer from it."""
     try:
         stopped = kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except ProcessLookupError:

@@ -1,10 +1,10 @@
-"""Suspends and resumes kernels with the checkpoint worker, one operation at a time. `suspend` contains the steps of a suspend.
+"""Suspends and resumes kernels with the checkpoint worker, one operation at a time. The steps of a suspend are in `suspend`.
 
-- The driver reports what is true, while the ledger only records what was intended. If the driver cannot checkpoint at all (`off`), only
-  the memory that devices list for each process is known.
-- `truth` determines a kernel's real state after a broker's start, and for quarantined leases. Half-done work is finished or undone,
-  whichever is safe. Any other state is left alone and counts as unknown.
-- An operation reads only the lease's own devices, and others on which its processes were seen.
+- The driver reports the actual state, whereas the ledger records only what was intended. If the driver can't checkpoint at all (`off`), all
+  that is known is the memory that devices report for each process.
+- `truth` determines a kernel's real state after the broker starts, and for quarantined leases. Half-finished work is completed or
+  undone, whichever is safe. Any other state is left alone and treated as unknown.
+- An operation reads only the lease's own devices and any others on which its processes have been seen.
 """
 
 import logging
@@ -32,10 +32,7 @@ _MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessStat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A kernel's real state: unattached, without a context, resident or suspended.
-
-    The state is quarantined if the driver reports that a process failed.
-    """
+    """A kernel's real state: unattached, without a context, resident, suspended, or quarantined if the driver reports a failed process."""
 
     state: LeaseState
     device_id: str | None = None
@@ -46,8 +43,8 @@ class Truth:
 class Swaps:
     """Runs one operation at a time with the checkpoint worker. `off` explains why no operation is possible, or is "".
 
-    `overhead_mib` of each device is kept free of leases, and restores leave this margin. `check` returns whether a kernel can be
-    checkpointed.
+    `overhead_mib` is kept free of leases on each device, and restores leave up to that much as a margin. `check` returns a sentence
+    explaining why a kernel can't be checkpointed, or "".
     """
 
     def __init__(
@@ -70,19 +67,19 @@ class Swaps:
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
         """Set the callbacks for all kernels.
 
-        `roots` returns the processes of all kernels, since a kernel that another kernel started has its own lease. Without `is_quiet`,
-        every kernel counts as having done no work.
+        `roots` returns all kernels' processes, because a kernel that was started by another kernel has its own lease. Without `is_quiet`,
+        every kernel is assumed to have done no work.
         """
         self.inspector.roots = roots
         self._suspension.is_quiet = is_quiet
 
     async def glance(self) -> None:
-        """Scan the machine's processes ahead of the next `resume`. If this fails, the resume scans again and reports the error."""
+        """Scan the machine's processes ahead of the next `resume`. If this fails, the resume scans again and reports any error."""
         with suppress(GPUError):
             await self.inspector.scan_processes()
 
     async def shrink(self, kernel: Kernel) -> int | None:
-        """Have an idle kernel free cached memory. Return the MiB that it still uses, or None on failure. This is safe to cancel."""
+        """Have an idle kernel free cached memory. Return the MiB it still uses, or None on failure. Safe to cancel."""
         if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
             return None
         try:
@@ -98,7 +95,7 @@ class Swaps:
     async def resume(self, kernel: Kernel, effect: Resume, saved_mib: int) -> tuple[ResumeOutcome, str]:
         """Resume the kernel. Return the outcome and a sentence.
 
-        Cancel this only when the broker ends, because the resume may stay half done.
+        Cancel this only when the broker is exiting, because the resume may be left unfinished.
         """
         if self.inspector.off:
             return ResumeOutcome.NOT_STARTED, f"the saved state cannot be restored now: {self.inspector.off}"
@@ -150,10 +147,10 @@ class Swaps:
     def _lacking_room(
         self, host: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
     ) -> str:
-        """Return a sentence about the first device without room for the saved memory of these processes, or "". Raises GPUError.
+        """Return a sentence about the first device that lacks room for these processes' saved memory, or "". Raises GPUError.
 
-        It is unknown how saved memory is divided among devices, so each must have room for all of it, or for what is reserved there. A
-        device that no other process uses needs no margin, because it will never have more room.
+        It is unknown how saved memory is divided among several devices, so each must have room for all of it, or for what is reserved there
+        if that is less. A device that no other process uses needs no margin, because it will never have more room.
         """
         need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
         for device_id in device_ids:
@@ -192,9 +189,9 @@ class Swaps:
     async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
-        """Return the kernel's real state, or None if it is unknown. Half-done work is finished or undone if this is safe.
+        """Return the kernel's real state, or None if it is unknown. Half-finished work is completed or undone if that is safe.
 
-        The arguments come from the lease's record.
+        `device_id` and `saved_mib` come from the lease's record.
         """
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
@@ -232,7 +229,7 @@ class Swaps:
         device_id: str | None,
         saved_mib: int,
     ) -> bool:
-        """Finish or undo half-done work if this is safe. Return whether there was any. Raises GPUError."""
+        """Complete or undo half-finished work if that is safe. Return whether there was any. Raises GPUError."""
         kinds = set(states.values())
         if ProcessState.CHECKPOINTED in kinds and len(kinds) > 1:
             await self._restore_rest(kernel, states, device_id, saved_mib)
@@ -253,7 +250,7 @@ class Swaps:
         device_id: str | None,
         saved_mib: int,
     ) -> None:
-        """Restore the rest of a partly saved process tree if the devices certainly have room. Raises GPUError."""
+        """Restore the rest of a partly saved process tree if the devices are certain to have room. Raises GPUError."""
         homes = kernel.checkpoint.homes or ((device_id,) if device_id is not None else ())
         if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
             return
@@ -293,10 +290,10 @@ def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str
 def _rest_mib(
     kernel: Kernel, host: HostSnapshot, states: Mapping[ProcessIdentity, ProcessState], saved_mib: int
 ) -> int:
-    """Return the MiB that the saved processes of a half-saved tree need, or 0 if unknown.
+    """Return the MiB needed by the saved processes of a half-saved tree, or 0 if unknown.
 
-    A later broker knows only the sum. The memory of locked processes is subtracted from it, because it has not changed. The memory of
-    running processes is not, because it may have grown.
+    A later broker knows only the total. The memory of locked processes is subtracted from it, because it can't have changed. The memory of
+    running processes is not subtracted, because it may have grown.
     """
     if kernel.checkpoint.sizes:
         saved = [

@@ -1,4 +1,4 @@
-"""`jupyter gpu demo` runs two notebooks that do not fit on one GPU together. They take turns on it without losing a byte."""
+"""`jupyter gpu demo` runs two notebooks that do not fit on one GPU together. They take turns on it, and no data is lost."""
 
 import argparse
 import asyncio
@@ -104,7 +104,7 @@ _MOVING = frozenset({"suspending", "resuming"})
 
 
 class LeaseTracker:
-    """Reports when the leases of these kernels change their state, and adds up how long their memory was being moved."""
+    """Reports when these kernels' leases change state, and adds up how long their memory was being moved."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
@@ -112,7 +112,7 @@ class LeaseTracker:
         self._seen: dict[str, tuple[str, float]] = {}  # the state of each kernel's lease, and since when
 
     def feed(self, now_s: float, leases: Sequence[LeaseStatus]) -> list[str]:
-        """Return a sentence for each change of state since the last call. `now_s` is the time of any monotonic clock."""
+        """Return a sentence for each change of state since the last call. `now_s` may come from any monotonic clock."""
         told: list[str] = []
         for lease in leases:
             if lease.kernel_id in self.names:
@@ -278,7 +278,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
 
 
 def _open_lab(sandbox: Sandbox) -> None:
-    """Run JupyterLab on fresh copies of the notebooks. Ctrl-C stops it without a prompt."""
+    """Run JupyterLab on fresh copies of the notebooks. Ctrl-C stops it without asking."""
     sandbox.copy_notebooks()
     say(
         "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here stops it and cleans up.",

@@ -1,7 +1,7 @@
 """Runs notebooks without a browser, one cell of each in turn, so that each needs the GPU while another holds it.
 
-This module starts and shuts down the kernels itself, because on Ctrl-C nbclient's signal handlers would shut down one kernel and report the
-other as dead. It needs nbclient and nbformat from the extra `lab`, so call `require_packages` before you import it.
+This module starts and shuts down the kernels itself, because on Ctrl-C, nbclient's signal handlers would shut down one kernel and report
+the other as dead. It needs nbclient and nbformat from the `lab` extra, so call `require_packages` before importing it.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""A sandbox for the demo, with folders, settings, copies of the example notebooks and a separate broker.
+"""Provides a sandbox for the demo, with its own folders, settings, copies of the example notebooks, and broker.
 
-The sandbox neither reads nor writes the user's Jupyter files, and does not use the user's brokers. At the end, even after an error, it ends
-first the remaining kernels and then the broker, and removes the folder.
+The sandbox neither reads nor writes the user's Jupyter files, and does not use the user's brokers. On exit, even after an error, it ends
+the remaining kernels and then the broker, and finally removes the folder.
 """
 
 import os
@@ -27,7 +27,7 @@ from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
-"""The files of the demo."""
+"""The demo's files."""
 FRACTION_MILLI = 750  # a device has room for one such kernel at a time
 _START_S = 120.0
 _IDLE_EXIT = "5m"  # ends the broker of a demo that was killed
@@ -123,7 +123,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Replace the environment of this process temporarily, for libraries that start kernels."""
+    """Temporarily replace this process's environment, for libraries that start kernels."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)

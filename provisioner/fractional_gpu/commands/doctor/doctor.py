@@ -1,7 +1,7 @@
 """`jupyter gpu doctor` and `jupyter gpu node doctor` run checks and print a line of advice for each finding.
 
-They change nothing and start no broker. They checkpoint a test process on a device that no broker manages. A missing GPU or driver is a
-warning. If a check fails to run, the report says so, and the other checks still run.
+They change nothing and start no broker, but they do checkpoint a test process on a device that no broker manages. A missing GPU or driver
+is a warning. If a check can't run, the report says so, and the other checks still run.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user can checkpoint here. They change nothing.
+"""Checks the machine: host memory, NVIDIA's driver and devices, and whether this user can checkpoint here. Changes nothing.
 
-The checks suggest huge pages, because page faults are the slow part of saving GPU memory to host memory. A trial checkpoint claims the
+The checks suggest huge pages, because page faults are what slows down saving GPU memory to host memory. A trial checkpoint claims the
 devices and skips those that a broker manages, because it is not safe for two processes to make checkpoints at the same time.
 """
 
@@ -428,7 +428,7 @@ def _read(nvml: ModuleType, call: str, *arguments: object) -> Any:  # noqa: ANN4
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
-    """Claim the devices and try a checkpoint on the first that supports it. This blocks for seconds, or for minutes if the driver hangs."""
+    """Claim the devices and try a checkpoint on the first that supports it. Blocks for seconds, or for minutes if the driver hangs."""
     able = [device for device in devices if device.checkpointable]
     if not able:
         return TrialResult(not_tried="no device can be checkpointed")

@@ -1,7 +1,7 @@
-"""The doctor's report as text, as JSON and as a support bundle.
+"""Formats the doctor's report as text, as JSON and as a support bundle.
 
-The names of checks are stable, because scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks.
-User names, the home folder and possible secrets are removed from its texts.
+Check names are stable, because scripts filter by them. The bundle contains no configuration files, ledger, token files or notebooks. User
+names, the home folder and possible secrets are removed from its text.
 """
 
 import getpass

@@ -1,8 +1,8 @@
-"""Checks of versions, configuration, simulated devices, the broker, its ledger, kernelspecs and idle cullers.
+"""Checks versions, configuration, simulated devices, the broker, its ledger, kernelspecs and idle cullers.
 
-The checks never start a broker, and they open the ledger read-only and without its lock. They read Jupyter's configuration files as text
-and never run them. So they miss computed settings, and a finding names the file and the line. Idle cullers are checked because they take a
-suspended kernel for idle and shut it down, and its variables are then lost.
+The checks never start a broker, and they open the ledger read-only and without locking it. They read Jupyter's configuration files as text
+and never run them, so they miss computed settings; each finding therefore names the file and the line. Idle cullers are checked because
+they mistake a suspended kernel for an idle one and shut it down, and its variables are then lost.
 """
 
 import os
@@ -79,7 +79,7 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 
 
 def check_workstation(settings: Settings | None) -> Iterator[Finding]:
-    """Check what `jupyter gpu setup-machine` created, if it was run here."""
+    """Check what `jupyter gpu setup-machine` created, if it was run on this machine."""
     if not RECORD.exists():
         return
     wrong = [f"{path} is missing, or you cannot read it" for path in PARTS if not os.access(path, os.R_OK)]
@@ -181,7 +181,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Check how often outcomes were within the bounds of forecasts. Skip kinds of forecasts with fewer than `_LEAST_FORECASTS` outcomes."""
+    """Check how often outcomes were within the forecast bounds. Skip kinds of forecasts with fewer than `_LEAST_FORECASTS` outcomes."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille

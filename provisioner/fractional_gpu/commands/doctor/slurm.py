@@ -1,4 +1,4 @@
-"""The checks of `jupyter gpu node doctor`: Slurm's configuration and scripts, and the broker and agent of this node."""
+"""The checks of `jupyter gpu node doctor`: Slurm's configuration and scripts, and this node's broker and agent."""
 
 import argparse
 import os
@@ -54,7 +54,7 @@ def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Finding]:
-    """Check whether this node can query Slurm's accounting database, which many sites allow only to the controller."""
+    """Check whether this node can query Slurm's accounting database. Many sites allow this only from the controller."""
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         said = "there is no accounting database: AdminComment has a job's figures only while it runs"
         yield note("accounting", said)
@@ -110,7 +110,7 @@ def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
-    """Check that the Prolog reaches Slurm's controller even without a PATH, because slurmd runs it without one."""
+    """Check that the Prolog can reach Slurm's controller even without a PATH, because slurmd runs it without one."""
     environment = {"SLURM_CONF": str(slurm.conf()), "SLURMD_NODENAME": slurm.node}
     call = [str(script), "--check"]
     try:

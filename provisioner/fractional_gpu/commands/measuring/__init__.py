@@ -1,1 +1,1 @@
-"""`jupyter gpu measure` finds the share of a GPU that a program needs, by running it next to others on one device."""
+"""`jupyter gpu measure` finds out how large a share of a GPU a program needs when it runs alongside others on the same device."""

@@ -1,8 +1,8 @@
-"""`jupyter gpu measure` measures, with confidence intervals, which share of a GPU a program needs next to others.
+"""`jupyter gpu measure` measures how large a share of a GPU a program needs when it runs alongside others.
 
-A trial run shows whether the program reports units of work, or whether each of its runs is one unit. Then the measurement runs rounds of
-steps (`study`). A step starts one or more copies of the program, each under a separate lease (`tenants`), and measures them for a few
-seconds. The measurement ends when every interval is narrow enough or the time is up.
+A trial run finds out whether the program reports units of work. If not, each run counts as one unit. The measurement is then made in rounds
+of steps (`study`). A step starts one or more copies of the program, each under its own lease (`tenants`), and measures them for a few
+seconds. The measurement ends when every confidence interval is narrow enough or time runs out.
 """
 
 import argparse
@@ -204,9 +204,9 @@ def as_json(findings: Sequence[Finding], most_slower: float, about: Mapping[str,
 
 
 def picture(findings: Sequence[Finding]) -> str:
-    """Draw throughput, latency and cost as SVG, by the number of tenants, which are the programs that share the device.
+    """Return an SVG that plots throughput, latency and cost against the number of tenants (programs sharing the device).
 
-    If several shares have the same number of tenants, draw the largest share. Raises ValueError if the program was not measured alone.
+    If several shares have the same number of tenants, only the largest is drawn. Raises ValueError if the program was not measured alone.
     """
     alone = findings[0]
     if math.isnan(alone.unit_s):
@@ -318,7 +318,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _end_with_input() -> None:
-    """End this process when its standard input ends, so that it dies with the notebook's kernel."""
+    """Terminate this process when its standard input reaches end-of-file, so that it does not outlive the notebook's kernel."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1):
@@ -430,7 +430,7 @@ def _percentage(option: str, text: str) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """One measurement. Use it only in the main thread, because programs end with the thread that starts them."""
+    """One measurement. Use it only in the main thread, because programs are terminated when the thread that started them exits."""
 
     plan: Plan
     client: BrokerClient

@@ -1,8 +1,8 @@
-"""Runs a program repeatedly, and reports each successful run as a unit of work. This script imports only the standard library.
+"""Runs a program repeatedly and reports each successful run as a unit of work. This script imports only the standard library.
 
     python -I -S repeat.py COMMAND [ARGUMENTS]
 
-Its first line, printed before the first run, reports when that run began. It exits with the status of the first failed run.
+The first report is written just before the first run, to mark when it began. The script exits with the status of the first failed run.
 """
 
 import os

@@ -1,15 +1,14 @@
-"""The measuring method: which steps to run, when to stop, and what the samples show. It uses no I/O and no clock.
+"""The measuring method: which steps to run, when to stop, and what the samples show. This module does no I/O and never reads the clock.
 
-- A setting is a share and a number of tenants on the device. The baseline is a single tenant with the largest share, alone.
-- A round measures one step of each setting. Every other round runs in reverse order (A B B A), so that a steady drift cancels.
-- The typical time per unit of work in a step is the mean of the middle half, because a stalling host makes some units much longer,
-  whatever the share. It is divided by the baseline's time in the same round. The finding is the centre of these quotients over all
-  rounds. Its interval is the narrower of the intervals of the signed-rank test and the sign test (`fractional_gpu.stats`), which need
-  at least eight rounds.
-- The tests use the logarithms of the quotients. If noise multiplies both times alike, however skewed it is, these logarithms scatter
-  symmetrically, as the signed-rank test assumes.
-- Examining the interval after every round makes errors more likely, so 98.5 % confidence is used to give the final interval 95 %.
-- A setting with a narrow enough interval is not measured again. A step that another program disturbed does not count.
+- A setting is a share and a number of tenants on the device. The baseline is a single tenant that runs alone with the largest share.
+- A round runs one step for each setting. Every other round runs in reverse order (A B B A), so that a steady drift cancels out.
+- A step's typical time per unit of work is the mean of the middle half of its times, because stalls on the host make some units much
+  slower, whatever the share. It is divided by the baseline's time in the same round. The result is the centre of these ratios over all
+  rounds. Its interval is the narrower of the signed-rank and sign tests' intervals (`fractional_gpu.stats`), which need at least 8 rounds.
+- The tests use the logarithms of the ratios. If both times are multiplied by noise of the same kind, however skewed, these logarithms
+  scatter symmetrically, as the signed-rank test assumes.
+- Checking the interval after every round makes errors more likely, so each check uses 98.5 % confidence to achieve 95 % in the end.
+- Once a setting's interval is narrow enough, it is not measured again. Steps disturbed by another program are discarded.
 """
 
 import math
@@ -25,12 +24,12 @@ from fractional_gpu_kernel.measure import MOST_UNITS
 
 
 class TickError(ValueError):
-    """A program broke the rules for reporting units of work."""
+    """A program reported its units of work in an invalid format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A report that units of work were done, with its time on CLOCK_MONOTONIC."""
+    """A report of completed units of work, with its time on CLOCK_MONOTONIC."""
 
     at_ns: int
     units: int
@@ -79,9 +78,9 @@ def units_between(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> int:
 
 WHOLE_MILLI: Final = 1000
 LOOK_CONFIDENCE: Final = 0.985
-"""The confidence of the interval after each round.
+"""The confidence level of the interval computed after each round.
 
-It is higher than the final 95 %, because measuring stops at the first narrow interval, which misses the true value more often.
+It is above the final 95 %, because measuring stops once an interval is narrow enough, and such intervals miss the true value more often.
 """
 LEAST_ROUNDS: Final = 8  # fewer rounds do not give such an interval
 
@@ -94,7 +93,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The figures that one step measured. Unknown figures are None."""
+    """The figures measured in one step. Unknown figures are None."""
 
     unit_s: float  # mean time over the step, per unit of work of one tenant
     latencies_s: Sequence[float]  # times between the reports of each tenant, per unit
@@ -134,7 +133,7 @@ class Finding:
     cost: float | None = None  # cost per unit, relative to its cost alone
 
     def suffices(self, most_slower: float) -> bool | None:
-        """Return whether a unit of work takes at most `most_slower` times as long as in the baseline, or None if this is unknown."""
+        """Return whether a unit of work takes at most `most_slower` times as long as in the baseline, or None if unknown."""
         if self.slower is None:
             return None
         if self.slower.high <= most_slower:
@@ -146,7 +145,7 @@ class Finding:
 class Study:
     """A study of several settings.
 
-    `baseline` is one of the settings. `interval` is the widest allowed confidence interval, relative to the measured value.
+    `baseline` is one of the settings. `interval` is the maximum width of a confidence interval, relative to the measured value.
     """
 
     baseline: Setting
@@ -233,7 +232,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline, and for each share a setting with as many tenants as fit on a device. Larger shares come first.
+    """Return the baseline, then one setting per share, with as many tenants as fit on a device. Larger shares come first.
 
     The baseline is a single tenant with the largest share.
     """
@@ -243,7 +242,7 @@ def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
 
 
 def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline and, for each number of extra copies, the largest offered share with which all copies fit on a device.
+    """Return the baseline and, for each number of extra copies, the largest share on offer with which they all fit on a device.
 
     Raises ValueError if no share on offer is small enough.
     """

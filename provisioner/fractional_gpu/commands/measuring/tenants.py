@@ -1,8 +1,8 @@
-"""Tenants are programs that share one device, each under its own lease. In a step, they work at the same time for a while.
+"""Runs tenants, which are programs that share one device, each under its own lease. During a step, they all run at the same time.
 
-Each program is held by a stub (`commands.run.stub`) until all tenants have places on the same device. The broker chooses the devices, so a
-tenant that gets a place on another device gives it back. Unless waiting is allowed, tenants take only spare room, so that they do not
-overtake leases that wait. To make room, they suspend only idle kernels of the same user, and each kernel only once.
+A stub (`commands.run.stub`) holds each program back until all tenants have a place on the same device. The broker chooses the device, so a
+tenant that is placed on a different one gives up its place. Unless waiting is allowed, tenants use only spare room, so that they do not
+jump ahead of waiting leases. To make room, they suspend the same user's idle kernels, each at most once.
 """
 
 import os
@@ -39,7 +39,7 @@ OTHERS_MILLI: Final = 20  # use by others that disturbs a step; less slows tenan
 
 
 class NoSpareRoomError(CommandError):
-    """The pool currently has no spare room for the programs that should be measured together."""
+    """The pool does not currently have enough spare room to run all these programs together."""
 
 
 class TenantError(CommandError):
@@ -172,10 +172,10 @@ class Places:
         return Tenant(command, lease, folder)
 
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
-        """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
+        """Suspend the user's idle kernels until `wanted` leases fit. Raises NoSpareRoomError.
 
-        The broker measures the devices' memory before each check, but not before the first one if `device_id` is given: earlier programs
-        of the same step then still wait on this device, and the broker knows their leases.
+        The broker measures the devices' memory before each check. If `device_id` is given, this is skipped before the first check, because
+        programs started earlier in the same step are still waiting on that device, and the broker knows about their leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -209,9 +209,9 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the fewest idle leases of this lease's owner, none in `but`, whose suspend would let `wanted` leases fit on one device.
+    """Return the smallest set of this owner's idle leases, excluding `but`, to suspend so that `wanted` leases fit on one device.
 
-    Return an empty sequence if suspending them is not enough, or if another lease is waiting.
+    Return an empty sequence if suspending leases would not be enough, or if another lease is waiting.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
     own = [
@@ -268,11 +268,11 @@ def others_work(
     *,
     bystander: str = "",
 ) -> str:
-    """Return a sentence that says who else worked on the device, or "".
+    """Return a sentence that says who else was working on the device, or "" if nobody was.
 
-    `used_milli` is how much of the device others used. If it is None, the device does not report this, and a lease counts as working while
-    its cell runs. `busy_neighbours` is the number of working leases of all users, including all tenants except one. `bystander` is the
-    lease of the kernel whose cell runs the measurement: this cell runs all the time but does not use the device.
+    `used_milli` is how much of the device others used, in thousandths, or None if the device does not report this. In that case, a lease
+    counts as working while its cell runs. `busy_neighbours` is the number of working leases of all users, including all tenants except one.
+    `bystander` is the lease of the kernel whose cell runs the measurement. That cell runs the whole time, but does not use the device.
     """
     if used_milli is not None and used_milli < OTHERS_MILLI:
         return ""
@@ -313,7 +313,7 @@ _CHANGE_PARTS: Final = 100  # the memory of others may change by this part of th
 
 
 class DisturbedError(CommandError):
-    """Another program used the device or waited for it, so the figures of this step are worthless."""
+    """Another program used the device or waited for it, so this step's figures are unusable."""
 
 
 class TooSlowError(CommandError):
@@ -321,7 +321,7 @@ class TooSlowError(CommandError):
 
 
 class SilentError(CommandError):
-    """The program succeeded without reporting any unit of work, so each whole run counts as a unit of work."""
+    """The program succeeded without reporting any units of work, so each run has to count as one unit."""
 
 
 @dataclass(slots=True)
@@ -366,7 +366,7 @@ class Step:
     def _check_bystanders(self) -> None:
         """Raise DisturbedError if a program that is not a tenant used the device.
 
-        If a tenant has just ended, its status is out of date, so nothing is raised.
+        Do nothing if a tenant has just ended, because the status is then out of date.
         """
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)

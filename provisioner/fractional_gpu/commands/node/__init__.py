@@ -1,1 +1,1 @@
-"""`jupyter gpu node` runs, installs and checks the agent and Slurm's scripts, which run next to the broker on a cluster's nodes."""
+"""`jupyter gpu node` runs, installs and checks the agent and the Slurm scripts, which run alongside the broker on cluster nodes."""

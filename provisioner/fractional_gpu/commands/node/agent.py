@@ -1,4 +1,4 @@
-"""`jupyter gpu node agent` runs the node agent with its options, log and shutdown. In Kubernetes it also updates the pods' seats."""
+"""`jupyter gpu node agent` runs the node agent and handles its options, log and shutdown. In Kubernetes, it also updates pods' seats."""
 
 import argparse
 import json
@@ -52,10 +52,10 @@ SIGTERM stops it; the counts stay as they are.
 
 @contextmanager
 def ending() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that sleeps. It returns early, with True, on SIGTERM or SIGINT. Use it only in the main thread."""
+    """Yield a function that sleeps for a number of seconds, but returns True early on SIGTERM or SIGINT. Use it only in the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        """Do nothing, because Python itself writes each signal to the pipe of `signal_pipe`."""
+        """Do nothing, because Python itself writes each signal's number to the pipe from `signal_pipe`."""
 
     with signal_pipe() as wakes, handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), note)):
         yield lambda seconds: bool(select.select([wakes], [], [], seconds)[0])
@@ -236,7 +236,7 @@ def _keep_pods(
     ended: Callable[[float], bool],
     every_s: float,
 ) -> None:
-    """Run the agent until `ended` returns True. Update the seats and annotations of pods when pods change and at intervals."""
+    """Run the agent until `ended` returns True. Update pods' seats and annotations at regular intervals and whenever pods change."""
     kept_s = noted_s = float("-inf")
     while not ended(0):
         now, changed = time.monotonic(), engine.changed.is_set()

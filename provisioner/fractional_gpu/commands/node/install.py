@@ -1,4 +1,4 @@
-"""`jupyter gpu node install` writes Slurm's scripts and the agent's unit, and prints the changes that Slurm's own files need."""
+"""`jupyter gpu node install` writes the Slurm scripts and the agent's unit, and prints the changes to make in Slurm's own files."""
 
 import argparse
 import os

@@ -1,7 +1,7 @@
-"""Runs the action that `jupyter gpu node ACTION` names, such as `agent` or `install`.
+"""Runs the action given in `jupyter gpu node ACTION`, such as `agent` or `install`.
 
-Slurm's Prolog must be fast, so actions import what they need when they run. Slurm drains a node whose Prolog or Epilog fails, so both exit
-with 0.
+The Slurm Prolog must be fast, so each action imports what it needs when it runs. Slurm drains a node if its Prolog or Epilog fails, so both
+always exit with 0.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def _run_hook(options: argparse.Namespace) -> int:
 
 
 def _logger(name: str, file: Path | None) -> Callable[[str], None]:
-    """Return a function that writes to the log. It never raises or blocks, because a full disk must not drain the node."""
+    """Return a function that writes to the log. It never raises or blocks, because a full disk must not cause the node to be drained."""
 
     def to_system(line: str) -> None:
         syslog.openlog("jupyter-gpu-slurm", syslog.LOG_PID, syslog.LOG_DAEMON)

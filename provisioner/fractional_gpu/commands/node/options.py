@@ -1,4 +1,4 @@
-"""The options that the actions of `jupyter gpu node` share. Slurm's Prolog imports this module, so it must be light."""
+"""Options shared by the actions of `jupyter gpu node`. The Slurm Prolog imports this module, so it must stay lightweight."""
 
 import argparse
 import re

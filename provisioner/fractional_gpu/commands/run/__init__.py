@@ -1,1 +1,1 @@
-"""`jupyter gpu run`: the program's process, the signs that the program needs the GPU, and its lease."""
+"""Implements `jupyter gpu run`: starts the program, detects when it needs the GPU, and manages its lease."""

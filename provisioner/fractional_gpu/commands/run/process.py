@@ -1,11 +1,11 @@
-"""The process of a command that `jupyter gpu run` starts. It waits until it has the GPU, and then behaves as if a shell had started it.
+"""Runs the command given to `jupyter gpu run`. Its process waits until it has the GPU, then behaves as if a shell had started it.
 
-- The process first runs a small program (`stub`), so that the broker knows its pid before the command replaces this program.
-- The command has its own process group. If the runner has the terminal, it gives the terminal to this group, so that Ctrl-C and Ctrl-Z
-  reach the command as from any shell. When the command stops, the runner takes the terminal back and stops, too. A shell's `fg` continues
-  the command and the runner.
-- The command inherits what it would inherit without the runner: descriptors, ignored or blocked signals, niceness, processors and limits.
-- The runner passes signals on to the group. A second SIGINT, SIGTERM or SIGHUP kills the group with SIGKILL.
+- The process starts as a small program (`stub`), so that the broker knows its pid before the command replaces the stub.
+- The command has its own process group. If the runner controls the terminal, it hands control to this group, so that Ctrl-C and Ctrl-Z
+  reach the command as in any shell. When the command is stopped, the runner takes the terminal back and stops, too. The shell's `fg` then
+  continues both.
+- The command inherits everything it would without the runner: file descriptors, ignored or blocked signals, niceness, CPUs and limits.
+- The runner passes signals on to the group. On the second SIGINT, SIGTERM or SIGHUP, it kills the group with SIGKILL.
 """
 
 import ctypes
@@ -59,9 +59,9 @@ def check_program(command: Sequence[str]) -> None:
 
 
 class HeldCommand:
-    """A command that waits in a stub process until `go` is called. `environment` must contain the lease's id, for the broker.
+    """A command that waits in a stub process until `go` is called. `environment` must contain the lease's id, for the broker to read.
 
-    If `output` is given, the command writes to this file and gets no input. Otherwise it shares this process's input and outputs.
+    If `output` is given, stdout and stderr go to this file, and stdin is empty. Otherwise, the command shares all three with this process.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HeldCommand:
     ) -> None:
         """Start the stub. Raises OSError.
 
-        Call this only in the main thread, because the command ends with the thread that starts it.
+        Call this only in the main thread, because the command is terminated when the thread that started it exits.
         """
         self._program = command[0]
         source, to_stub = os.pipe()
@@ -110,7 +110,7 @@ class HeldCommand:
         return RunningCommand(self._child)
 
     def give_up(self) -> None:
-        """Kill the stub before the command runs, or kill the command if `go` was interrupted."""
+        """Kill the stub, or the command itself if `go` was interrupted."""
         self._to_stub.close()
         self._from_stub.close()
         self._child.kill()
@@ -118,7 +118,7 @@ class HeldCommand:
 
 
 def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Map each of these signals to the handler, except the ignored ones. `nohup` and background jobs ignore some signals."""
+    """Map each of these signals to the handler. Leave out ignored signals, such as those ignored under `nohup` or in background jobs."""
     return {number: handler for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
 
 
@@ -132,9 +132,9 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the exit status of the command, or -N if signal N ended it. Before waiting, pass on the signals in `noted`.
+        """Wait for the command to end. Return its exit status, or -N if signal N killed it. The signals in `noted` are passed on first.
 
-        After passing on a signal, call `passed_on` with its number. When the runner gets SIGCONT, call `continued`.
+        `passed_on` is called with each signal's number after it has been passed on, and `continued` when the runner gets SIGCONT.
         """
         handlers = unless_ignored((*PASSED_ON, signal.SIGCONT), self._note)
         # Ignore SIGTTOU, which would stop this process when it sets the terminal's process group.
@@ -170,7 +170,7 @@ class RunningCommand:
             os.killpg(self.pid, number)
 
     def poll(self) -> int | None:
-        """Return the exit status like `wait`, or None while the command lives. If Ctrl-Z stopped the command, stop this process, too."""
+        """Return the exit status (128 + N for signal N), or None if the command is alive. If Ctrl-Z stopped it, stop this process too."""
         if self._child.returncode is not None:
             return _shell_status(self._child.returncode)
         while True:
@@ -191,7 +191,7 @@ class RunningCommand:
         )
 
     def end(self, patience_s: float) -> int:
-        """Ask the command's group to end, and return the exit status of the command. After `patience_s`, kill what is left of the group."""
+        """Send SIGTERM to the command's group, kill what is left of it after at most `patience_s`, and return the command's exit status."""
         if self._child.returncode is None:
             self._signal(signal.SIGTERM)
             pidfd = os.pidfd_open(self.pid)
@@ -206,7 +206,7 @@ class RunningCommand:
         return status
 
     def _stop_too(self, number: int) -> None:
-        """Stop this process, too, so that the shell gets the terminal. When this process continues, continue the command."""
+        """Stop this process, too, so that the shell gets the terminal back. When this process is continued, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
             return  # the process that stopped the command will continue it
         if (
@@ -233,9 +233,9 @@ class RunningCommand:
 
 
 def die_of(number: int) -> int:
-    """End this process with the signal that ended the command, without a core dump.
+    """Kill this process with the signal that killed the command, without dumping core.
 
-    The first process of a container survives the signal. In this case, return 128 + N for signal N.
+    The first process in a container survives the signal. In that case, return 128 + N for signal N.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     with suppress(OSError):  # SIGKILL has no handler
@@ -283,7 +283,7 @@ def attach(lease: KernelLease, pid: int, *, served: bool = False) -> None:
 
 
 def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that a kernel would get, with variables that tell frameworks such as PyTorch their memory limit."""
+    """Return the environment a kernel would get, including variables that tell frameworks such as PyTorch their memory limit."""
     environment = {**environment_with(lease, os.environ), **granted, "JUPYTER_GPU_KIND": COMMAND}
     MemoryLimits(environment).bind({})
     device_mib = int(environment.get(DEVICE, "0"))

@@ -1,7 +1,7 @@
 """`jupyter gpu run` runs any program under a lease like a kernel's, and suspends the program while it is idle.
 
-The command checks the options, takes a lease and starts a small program, the stub, under it. When the stub has the GPU, it replaces itself
-with the program. `supervisor` keeps the lease until the program ends, and `jupyter gpu run` exits with the program's exit status.
+The command checks its options, takes a lease, and starts a small program, the stub, under that lease. Once the stub has the GPU, it
+replaces itself with the program. `supervisor` maintains the lease until the program exits, and `jupyter gpu run` returns its exit status.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""This program replaces itself with the command of `jupyter gpu run` once it has the GPU. It imports only the standard library.
+"""Replaces itself with the command given to `jupyter gpu run` once it has the GPU. This script imports only the standard library.
 
     python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
 
 Because exec keeps the pid, the broker knows the process before the command runs. RUNNER is the parent's pid. The stub reads the command's
-environment as JSON from descriptor IN, and exits if it is empty. If exec fails, the stub writes the error number to descriptor OUT. The
-command gets SIGTERM when its runner dies (PR_SET_PDEATHSIG).
+environment as JSON from file descriptor IN, and exits if it reads nothing. If exec fails, the stub writes the error number to file
+descriptor OUT. The command gets SIGTERM if its runner dies (PR_SET_PDEATHSIG).
 """
 
 import ctypes

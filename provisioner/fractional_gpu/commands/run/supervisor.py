@@ -1,8 +1,8 @@
-"""Keeps the lease of a running command. It reports when the command needs the GPU, prints notices, and continues if the broker ends.
+"""Maintains a running command's lease: reports when the command needs the GPU, prints notices, and carries on if the broker exits.
 
-One thread follows the state of the lease. Another thread looks for signs that the command needs the GPU, and then starts a third thread
-that waits for the GPU. A broker that has ended is restarted only when the command needs the GPU. The threads are daemons and never end the
-command.
+One thread follows the lease's state. Another looks for signs that the command needs the GPU, and when it finds one, starts a third thread
+to wait for the GPU. If the broker has exited, it is restarted only when the command needs the GPU. These are daemon threads, and they never
+terminate the command.
 """
 
 import errno
@@ -34,13 +34,13 @@ from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 _ESTABLISHED: Final = 1  # TCP states
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
-"""How long a half-closed connection counts. Its client may be waiting for the answer, or may be gone."""
+"""How long a half-closed connection counts as open. Its client may still be waiting for an answer, or may be gone."""
 
 
 class Ports:
-    """Counts TCP connections (over IPv4 and IPv6) to some ports in the runner's network namespace, in 0.25 ms per port.
+    """A counter of TCP connections (IPv4 and IPv6) to the given ports in the runner's network namespace. Counting takes 0.25 ms per port.
 
-    If the system cannot list connections, the ports always count as connected.
+    If the system cannot list connections, the ports are always treated as connected.
     """
 
     def __init__(self, ports: Collection[int]) -> None:
@@ -73,7 +73,7 @@ _ANSWER_S: Final = 1.0
 
 
 def diagnosed(family: int, port: int) -> list[tuple[bytes, int]]:
-    """Return the identity and the state of each connection to this local port. Raises OSError."""
+    """Return the identity and TCP state of each established or half-closed connection to this local port. Raises OSError."""
     states = 1 << _ESTABLISHED | 1 << _CLOSE_WAIT
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, states) + struct.pack("!H", port) + bytes(46)
     found: list[tuple[bytes, int]] = []
@@ -93,7 +93,7 @@ def diagnosed(family: int, port: int) -> list[tuple[bytes, int]]:
 
 
 def cpu_us(pid: int) -> int:
-    """Return the CPU time of a process and its living descendants, in microseconds."""
+    """Return the CPU time of a process and its live descendants, in microseconds."""
     used, left = 0, [pid] if _HAS_CHILDREN else _tree(pid)
     while left:
         process = left.pop()
@@ -121,7 +121,7 @@ def _tree(pid: int) -> list[int]:
 def _thread_us(folder: str) -> int:
     """Return a thread's CPU time in microseconds.
 
-    The time comes from schedstat, or else from stat, which counts hundredths of a second.
+    The time is read from schedstat or, if that fails, from stat, which has a resolution of one clock tick.
     """
     with suppress(OSError, ValueError, IndexError):
         return int(Path(folder, "schedstat").read_bytes().split()[0]) // 1000
@@ -132,9 +132,9 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""The least CPU time between two readings that counts as computing. With less, the command is waiting, perhaps for the GPU."""
+"""If a command uses at least this much CPU time between two readings, it is computing. Otherwise, it is waiting, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
-"""If a command uses less CPU time than this after a resume, the resume was unnecessary, unless the command used the device."""
+"""A resume was unnecessary if the command uses less CPU time than this afterwards and does not use the device."""
 LOOK_S: Final = 0.25
 _DOUBTFUL: Final = 10
 FIRST_PATIENCE_S: Final = 5.0
@@ -142,18 +142,18 @@ LONGEST_PATIENCE_S: Final = 600.0
 
 
 class CpuWatch:
-    """Decides from the CPU use of a suspended command when it may be waiting for the GPU. It does no I/O.
+    """A heuristic that uses a suspended command's CPU time to decide when it may be waiting for the GPU. It does no I/O.
 
-    The command is taken to be waiting for the GPU:
+    The command is assumed to be waiting for the GPU:
 
-    - At once, if it has used the CPU since its suspend and now hardly uses it.
-    - After `FIRST_PATIENCE_S`, if it used the CPU only just before its suspend, which may have come just before a GPU call.
-    - After `LONGEST_PATIENCE_S`, if it computes without a pause, because one of its threads may be waiting.
-    - Never, if it has not used the CPU at all, because it then still waits for what it waited for before the suspend.
+    - At once, if it has used the CPU since it was suspended and is now hardly using it.
+    - After `FIRST_PATIENCE_S`, if it last used the CPU just before it was suspended, because it may have been about to use the GPU.
+    - After `LONGEST_PATIENCE_S`, if it computes without pausing, because one of its threads may be waiting.
+    - Never, if it has not used the CPU at all, because it must still be waiting for the same thing as before it was suspended.
 
-    A resume was unnecessary if the command then neither used the GPU nor computed. After the next suspend, the command is not taken to be
-    waiting for `FIRST_PATIENCE_S`. This time doubles with each further unnecessary resume, up to `LONGEST_PATIENCE_S`. After ten resumes in
-    a row without GPU work, it is at least `FIRST_PATIENCE_S`.
+    A resume was unnecessary if the command neither used the GPU nor computed afterwards. After the next suspend, at least
+    `FIRST_PATIENCE_S` must pass before the command is assumed to be waiting. This delay doubles with each further unnecessary resume, up to
+    `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, the delay is at least `FIRST_PATIENCE_S`.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ _SUSPENDED: Final = "suspended"
 _GONE: Final = "unattached"
 _NOTICE_S: Final = 1.0  # how long to wait for the broker to explain why the command was killed
 _PASSING: Final = (BrokerUnavailableError, InternalBrokerError, TooManyRequestsError)
-"""Errors that say nothing about the lease, because the broker cannot answer now."""
+"""Errors that mean the broker cannot answer at the moment. They say nothing about the lease."""
 
 
 def say(sentence: str) -> None:
@@ -328,10 +328,10 @@ class Supervisor:
             threading.Thread(target=target, name=f"gpu-{target.__name__.strip('_')}", daemon=True).start()
 
     def wake(self, *, ending: bool = False) -> None:
-        """Resume a suspended command so that it can handle a signal. Returns at once, and any thread may call it.
+        """Resume a suspended command so that it can handle a signal. This returns at once and may be called from any thread.
 
-        `ending` means that the signal asks the command to end. A command that is resumed by connections to its ports then stays resident
-        while it cleans up, because clients may no longer connect.
+        `ending` means that the signal asks the command to exit. In that case, a command that is normally resumed by connections to its
+        ports stays resident while it cleans up, because clients may no longer connect.
         """
         if ending and self._ports is not None:
             self._is_ending = True

@@ -1,1 +1,1 @@
-"""The options of `jupyter gpu simulate`: sessions, machine and metering."""
+"""Options of `jupyter gpu simulate` for sessions, the machine and metering."""

@@ -1,4 +1,4 @@
-"""The answer of a search: how many devices, or hosts, suffice."""
+"""The result of a search for how many devices or hosts are enough."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +10,9 @@ from fractional_gpu.simulator.result import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a search found: the runs of all seeds, and in `by_seed` the fewest for each seed alone.
+    """The result of a search: the runs for all seeds and, in `by_seed`, the smallest number that is enough for each seed alone.
 
-    `of` is the number of hosts that there are, if that limits the search.
+    `of` is the number of existing hosts, if that limits the search.
     """
 
     results: list[Result]

@@ -1,4 +1,4 @@
-"""The machine of `jupyter gpu simulate`: one or more hosts, a meter of their use, and devices that go away."""
+"""The machine that `jupyter gpu simulate` simulates: one or more hosts, the metering of their use, and devices that become unavailable."""
 
 import re
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ _FORM = (
 
 
 class MachineOptions:
-    """The options for the machine. `shapes` lists the MiB of each GPU for each host. A search may take more hosts like the last.
+    """Options that describe the machine. `shapes` lists each GPU's size in MiB, by host. A search may add more hosts like the last one.
 
-    `limit` is the number of hosts that there are, or None if a search may take any.
+    `limit` is the number of existing hosts, or None if a search may use any number.
 
     Raises UsageError or ConfigError.
     """
@@ -105,7 +105,7 @@ class MachineOptions:
 
 
 def _hosts(text: str) -> list[tuple[int, ...]]:
-    """Return the GPUs of each host in MiB from a string such as `4x(8x80GiB),2x(4x40GiB)`. For `?x(8x80GiB)`, return only one host."""
+    """Return the sizes of each host's GPUs in MiB, given a string such as `4x(8x80GiB),2x(4x40GiB)`, or one host for `?x(8x80GiB)`."""
     shapes: list[tuple[int, ...]] = []
     parts, at = text.strip(), 0
     while at < len(parts):

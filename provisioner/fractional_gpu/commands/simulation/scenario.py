@@ -1,4 +1,4 @@
-"""The scenario of `jupyter gpu simulate`, from a TOML file, from `--set KEY=VALUE`, and from flags for the most common keys.
+"""The scenario for `jupyter gpu simulate`, read from a TOML file, `--set KEY=VALUE`, and flags for the most common keys.
 
 `Scenario` declares each key once, with its type, default and help. The three sources are merged and checked together. Flags override
 `--set`, which overrides the file.

@@ -1,7 +1,7 @@
-"""The sessions of `jupyter gpu simulate`, from two files, from synthetic users, or from a broker's own ledger (`--from-ledger`).
+"""The sessions for `jupyter gpu simulate`, taken from two files, synthetic users, or a broker's own ledger (`--from-ledger`).
 
-Each lease in a ledger is a session. Each period in which the lease held the GPU is a cell, or the rest of a preempted cell. Recorded waits
-are removed, so that only the user's own pauses remain between cells. docs/simulator.md says what a ledger does not record.
+Each lease in a ledger becomes a session. Each period in which the lease held the GPU becomes a cell, or the rest of a preempted cell.
+Recorded waits are removed, so that only the user's own pauses remain between cells. docs/simulator.md says what a ledger does not record.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Further tables of `jupyter gpu simulate`: what leases used, what could be lost, and what a ledger recorded."""
+"""Additional tables for `jupyter gpu simulate`, showing what leases used, what could be lost, and what a ledger recorded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,9 @@ def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) ->
 
 
 def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
-    """Return the recorded and the simulated waits in seconds, and for each of the two the percentage of cells that waited.
+    """Return a summary of the recorded waits in seconds, the percentage of cells that waited, and the simulation's mean error.
 
-    `mean_error_s` is the mean distance between the quantiles of the two distributions (the Wasserstein distance).
+    `mean_error_s` is the mean distance between the quantiles of the recorded and simulated waits (the Wasserstein distance).
     """
     steps = range(1, 100)
     apart = [abs(recorded.percentile_ms(one) - simulated.percentile_ms(one)) for one in steps]

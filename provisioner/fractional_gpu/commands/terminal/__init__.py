@@ -1,1 +1,1 @@
-"""What all commands share: arguments, the connection to the broker, progress, and text for terminals."""
+"""Code shared by all commands: arguments, the connection to the broker, progress, and text for terminals."""

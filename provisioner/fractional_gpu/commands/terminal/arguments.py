@@ -1,4 +1,4 @@
-"""Adds, completes and checks the arguments of commands. Every command imports this module, so it must be light."""
+"""Adds, completes and checks command-line arguments. Every command imports this module, so it must stay lightweight."""
 
 import argparse
 import importlib.util
@@ -20,7 +20,7 @@ FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser. It shows texts as they were written, and does not allow abbreviated options."""
+    """A command's parser. It prints descriptions exactly as written, and does not allow abbreviated options."""
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print the help. Raises the OSError that argparse has hidden since Python 3.12."""
+        """Print the help. Raises OSError, which argparse has suppressed since Python 3.12."""
         (sys.stdout if file is None else file).write(self.format_help())
         sys.stdout.flush()
 

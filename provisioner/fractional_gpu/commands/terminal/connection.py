@@ -1,4 +1,4 @@
-"""Connects commands to a running broker. A broker is started only if an earlier one crashed, or ended while kernels had leases."""
+"""Connects commands to a running broker. A broker is started only if an earlier one crashed, or exited while kernels still had leases."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return the pids of this user's kernels with leases from this socket's broker. For root, include the kernels of all users."""
+    """Return the pids of this user's kernels that have leases from the broker at this socket. For root, return those of all users."""
     from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed only if no broker answers
 
     try:
@@ -60,7 +60,7 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 def say_if_slow(text: str, client: BrokerClient | None = None) -> Iterator[Progress]:
     """Show the text on standard error if the `with` block takes more than two seconds.
 
-    With a client, also tell the user if its broker falls silent.
+    If a client is given, also tell the user when its broker stops responding.
     """
     with Progress(text) as progress, ExitStack() as stack:
         if client is not None:
@@ -69,7 +69,7 @@ def say_if_slow(text: str, client: BrokerClient | None = None) -> Iterator[Progr
 
 
 def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWatch:
-    """Start a watch that reports when the broker stops answering and when it answers again. The caller stops the watch."""
+    """Start a watch that reports when the broker stops responding and when it responds again. The caller must stop the watch."""
     silent = False
 
     def tell(error: BrokerUnavailableError | None) -> None:

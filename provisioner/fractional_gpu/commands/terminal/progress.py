@@ -1,6 +1,6 @@
-"""Shows the progress of a long command on standard error.
+"""Shows the progress of long-running commands on standard error.
 
-After two seconds, a terminal gets a bar, and any other output gets a few lines.
+After two seconds, it draws a bar on a terminal, or prints a few lines to any other output.
 """
 
 import os
@@ -26,11 +26,11 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows what a command does and how far it has got, from its third second until the `with` block ends.
+    """A display of what a command is doing and how far it has got. It appears after two seconds and lasts until the `with` block ends.
 
-    On a terminal, a thread draws a bar and erases it at the end. To any other output it writes each new text of `what` once, or lines such
-    as `WHAT: 3 of 8 THINGS after 5 s` if the counter is called, at most one every two seconds, and nothing if `silent` is set. `within_s`
-    is the longest time that the command may take, and the bar shows it instead of a count.
+    On a terminal, a thread draws a bar and erases it at the end. On any other output, it prints each new value of `what` once or, if the
+    counter is called, lines such as `WHAT: 3 of 8 THINGS after 5 s`, at most one every two seconds. If `silent` is set, it prints nothing
+    there. `within_s` is the longest the command may take. If it is given, the bar shows time instead of a count.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Progress(AbstractContextManager["Progress"]):
         from rich.live import Live  # noqa: PLC0415 - as above
 
         class VisibleCursor(Console):
-            """Keeps the cursor visible, because a command that was killed could not restore it."""
+            """A console that keeps the cursor visible, because a command that is killed could not restore it."""
 
             def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002 - rich's signature
                 return False
@@ -150,9 +150,9 @@ def is_drawable(out: TextIO) -> bool:
 
 
 class WaitLine:
-    """Says why a program waits for the GPU, its place in the queue and the expected time, after two seconds and then on changes.
+    """A notice that says why a program is waiting for the GPU, its place in the queue and the expected wait.
 
-    A separate thread calls `say`, because the broker sends nothing while nothing changes.
+    It appears after two seconds, and again after changes. `say` is called in a separate thread, because the broker sends only changes.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

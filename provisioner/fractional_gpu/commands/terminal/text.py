@@ -1,8 +1,8 @@
-"""Text for terminals: errors, lines and tables that rich lays out, in colour if supported.
+"""Text for terminals: errors, and lines and tables laid out by rich, in colour if supported.
 
 Labels and the names of users, pools and processes are untrusted. They are not parsed as markup, and `harmless` keeps them from controlling
-a terminal. A width of None means that a program reads the text, so nothing is wrapped or cut. Colours only repeat what the words say. Rich
-is imported when a line is made and not with this module, because help, completion and `jupyter gpu run` do not need it.
+the terminal. A width of None means that the output goes to a program, so nothing is wrapped or cut. Colours add nothing that is not in the
+text. Rich is not imported until a line is created, because help, completion and `jupyter gpu run` do not need it.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def parse_argument(parse: Callable[[str], T], text: str, option: str = "") -> T:
 
 
 Piece: TypeAlias = "str | tuple[str, str] | Text"
-"""Plain text, text with its style, or a line."""
+"""Plain text, a pair of text and style, or a line."""
 
 _ENDLESS: Final = 1 << 20  # characters per line, so that lines are not wrapped
 _GAP: Final = 2  # characters between columns
@@ -92,10 +92,10 @@ def table(
     least: Sequence[int] = (),
     whole: int = 0,
 ) -> "list[Text]":
-    """Return the lines of a table, with two spaces between columns. An empty `header` is left out.
+    """Return the lines of a table, with two spaces between columns. An empty `header` is omitted.
 
-    Columns from the index `figures_from` on are right-aligned. `least` has the minimum widths of the first columns. To fit a `width`, the
-    cells of the widest columns are broken into several lines, except in the first `whole` columns.
+    Columns from index `figures_from` onwards are right-aligned. `least` lists the minimum widths of the first columns. To fit a `width`,
+    cells in the widest columns are wrapped over several lines, except in the first `whole` columns.
     """
     from rich.console import Console  # noqa: PLC0415 - as said above
     from rich.table import Table  # noqa: PLC0415 - as said above
@@ -145,7 +145,7 @@ def _wrapped(whole: "Text", width: int) -> "list[Text]":
 
 
 def _breaks(text: str, width: int, indent: int) -> list[int]:
-    """Return the positions in the text at which to break it into lines. Rich's own wrapping would break words such as paths."""
+    """Return the positions at which to break the text into lines. Rich's own wrapping would split long words such as paths."""
     from rich.cells import cell_len  # noqa: PLC0415 - as said above
 
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""The installed files of a broker that is a service of the machine, and how to install the package again."""
+"""The files installed for a broker that runs as a system service, and how to reinstall the package."""
 
 import json
 from importlib.metadata import distribution
@@ -20,13 +20,13 @@ RECORD: Final = Path("/etc/jupyter-gpu-setup.json")  # written by `jupyter gpu s
 
 
 def service_files(environment: str) -> dict[Path, str]:
-    """Return the texts of `UNIT`, `PROGRAM` and `PROFILE` for the package in this environment."""
+    """Return the contents of `UNIT`, `PROGRAM` and `PROFILE`, by path, for the package in this environment."""
     texts = {path: (Path(__file__).parent / path.name).read_text(encoding="utf-8") for path in (UNIT, PROGRAM, PROFILE)}
     return {path: text.replace("/opt/jupyter-gpu", environment) for path, text in texts.items()}
 
 
 def requirement(extras: str) -> str:
-    """Return the argument for `pip install` that installs this package again from the same file, repository or index."""
+    """Return the `pip install` argument that reinstalls this package from the same file, repository or index."""
     origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
     url, vcs = origin.get("url"), origin.get("vcs_info")
     if vcs:

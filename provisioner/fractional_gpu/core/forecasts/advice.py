@@ -1,17 +1,17 @@
-"""Advises which share on offer would be enough for a notebook, and how often that share would have been too small.
+"""Suggests which of the shares on offer would be enough for a notebook, and says how often that share would have been too small.
 
-**Memory.** A share fits if every day's peak plus a margin is within its memory. The margin is a twentieth, or the growth expected in two
-weeks if that is more. A day on which a share was full counts as short for that share and all smaller shares, and as unknown for larger
-shares. The probability that the next day is short is at most about (short + unknown + 1) / (days + 2), by Laplace's rule of succession.
+**Memory.** A share fits if its memory covers every day's peak plus a margin: a twentieth of the peak, or the growth expected in two weeks
+if that is more. A day on which a share was full counts as short for that share and all smaller shares, and as unknown for larger ones. By
+Laplace's rule of succession, the probability that the next day is short is at most about (short + unknown + 1) / (days + 2).
 
 **Compute.** With time slicing, a cell takes longer if neighbours use the rest of the device, and `time_slicing` computes how much longer. A
 share with a mean slowdown of more than a fifth is not suggested, unless the present share is just as slow. With MPS, a share limits what a
-cell can use, so a cell that needs n times its share takes n times as long.
+cell can use, so a cell that could use n times its share takes n times as long.
 
-**Suggestions.** Advice changes nothing automatically. A smaller share is suggested if it would not have been short on any day of at least a
-week. A larger share is suggested if the present share was full on a day, is too small for the growth, or (with MPS) slows cells down. After
-a full day, the suggested share has at least twice the memory and at least `predicted_peak_mib`. Days with a suggested share are counted
-separately, and one full day rules that share out.
+**Suggestions.** Nothing is changed automatically. A smaller share is suggested if it would not have been short on any day for at least a
+week. A larger share is suggested if the present share was full on any day, is too small for the expected growth, or (with MPS) slows cells
+down. After a full day, the suggested share has at least twice the memory and at least `predicted_peak_mib`. Days with a suggested share are
+counted separately, and one full day rules that share out.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ class Risk:
 
 
 class Peak(NamedTuple):
-    """A day's peak of memory."""
+    """A day's peak memory use."""
 
     mib: int
     seen: bool  # false if the share was full, because more may then have been needed
@@ -75,7 +75,7 @@ class GivenAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """The days on which a suggested share was used after it had been suggested."""
+    """How a suggested share performed on the days it was used after it was suggested."""
 
     given: GivenAdvice
     days: int
@@ -85,9 +85,9 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A suggestion with its figures.
+    """A suggestion and the figures behind it.
 
-    `risk` is about the suggested share, or about the present share if none is suggested. `smaller` is about the next smaller share.
+    `risk` describes the suggested share, or the present share if none is suggested. `smaller` describes the next smaller share.
     """
 
     verdict: Verdict
@@ -112,9 +112,9 @@ def advise(
     bounded: bool = False,
     given: GivenAdvice | None = None,
 ) -> Advice:
-    """Return the advice that follows from the recorded days.
+    """Return advice based on the recorded days.
 
-    `offers` has the shares that the pool offers. `bounded` is true if a share limits how much of a device cells can use (MPS).
+    `offers` lists the shares the pool offers. `bounded` is true if a share limits how much of a device cells can use (MPS).
     """
     days = [one for one in days if one.held_ms >= LEAST_DAY_MS or one.is_full]
     peaks, use = _peaks(days), _use(days)
@@ -175,12 +175,12 @@ def _choose(
 
 
 def is_short(share: Share, day: ShareDay) -> bool:
-    """Return whether the record of the day shows that the share was, or would have been, too small."""
+    """Return whether the day's record shows that the share was, or would have been, too small."""
     return day.peak_mib > share.memory_mib or (day.is_full and share.memory_mib <= day.share.memory_mib)
 
 
 def fits(share: Share, days: Sequence[ShareDay], growth_milli: int = 0) -> bool:
-    """Return whether every day's peak plus the margin is within the share's memory."""
+    """Return whether the share's memory covers every day's peak plus the margin."""
     peak = _peak_mib(days)
     margin = peak * max(_MARGIN_MILLI, growth_milli) // 1000
     return peak + margin <= share.memory_mib and not any(is_short(share, one) for one in days)
@@ -218,12 +218,12 @@ _PRIOR_SCALE = 0.5  # a peak e times larger is e squared times rarer
 
 
 def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
-    """Return the median of the largest peak in the next `days` days, in MiB.
+    """Return the predicted median of the largest peak in the next `days` days, in MiB.
 
     The model assumes that days are independent, and that the logarithms of peaks above the median are exponentially distributed (a Pareto
     tail). The scale of the tail is the sum of all excesses divided by the number of fully seen peaks (Hill 1975; Beirlant et al. 2007 for
     censored observations). A short record says little about the tail, so the estimate starts with `_PRIOR_DAYS` days of an assumed scale.
-    These constants and the threshold were chosen on seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
+    These constants and the threshold were chosen using seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
     """
     ordered = sorted(peaks)
     median = ordered[(len(ordered) - 1) // 2].mib
@@ -235,10 +235,10 @@ def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
 
 
 def _growth_milli(peaks: Mapping[int, Peak]) -> int:
-    """Return the expected growth of peaks in `HORIZON_DAYS`, in thousandths of the largest peak, or 0 without a trend or enough days.
+    """Return the expected growth of peaks over `HORIZON_DAYS`, in thousandths of the largest peak, or 0 without a trend or enough days.
 
-    The growth follows the median slope over all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend
-    at the 1 % level.
+    The growth is computed from the median slope over all pairs of days (Theil 1950, Sen 1968), if the Mann-Kendall test (Mann 1945) finds a
+    trend at the 1 % level.
     """
     count = len(peaks)
     if count < 2 * LEAST_DAYS:
@@ -294,7 +294,7 @@ _WORTH_A_WORD_MILLI = 1_005  # smallest slowdown worth mentioning
 
 
 def sentence(advice: Advice) -> str:
-    """Return the advice as sentences without the last full stop, or an empty string if nothing is suggested."""
+    """Return the advice as sentences, without the final full stop, or an empty string if there is nothing to say."""
     parts = []
     if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
         why = "would suffice" if advice.verdict is Verdict.SMALLER else "is suggested"
@@ -313,7 +313,7 @@ def sentence(advice: Advice) -> str:
 
 
 def brief(advice: Advice) -> str:
-    """Return the advice in brief, such as `1/4 GPU would have been enough on 12 of 12 days`, or an empty string."""
+    """Return a short form of the advice, such as `1/4 GPU would have been enough on 12 of 12 days`, or an empty string."""
     risk = advice.risk
     if advice.verdict is Verdict.SMALLER:
         return f"{_share(risk)} would have been enough on {risk.days - risk.short_days} of {plural(risk.days, 'day')}"

@@ -1,6 +1,6 @@
-"""The sizes that leases of a pool request. A size is the memory on each device and the number of devices.
+"""Records the sizes that a pool's leases request. A size is the memory on each device and the number of devices.
 
-Every ticket for room counts, unless its lease reserves memory by use, because the size then changes.
+Every ticket for room is recorded, unless its lease reserves memory by use, because its size then changes.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ MOST_REQUESTS = 512  # the last requests of a pool
 
 @dataclass
 class RequestedSizes:
-    """The sizes of a pool's last requests for room."""
+    """The sizes in a pool's most recent requests for room."""
 
     recent: list[Size] = field(default_factory=list)
 
@@ -34,9 +34,9 @@ class RequestedSizes:
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
 
     def usable(self, free_mib: int) -> int:
-        """Return how much of a device's free memory each request for one device could use, added up over these requests, in MiB."""
+        """Compute how much of a device's free memory each recent request for one device could fill if repeated. Return the sum in MiB."""
         return sum([free_mib // mib * mib * weight for mib, weight in self._singles if mib <= free_mib])
 
 
 NO_REQUESTS = RequestedSizes()
-"""The sizes of a pool without requests."""
+"""The sizes for a pool that has had no requests."""

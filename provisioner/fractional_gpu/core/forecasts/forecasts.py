@@ -1,19 +1,19 @@
 """Forecasts of swaps, cells, gaps between cells, waits and demands, learnt from earlier outcomes.
 
-A forecast is the median of the last outcomes of its kind. Forecasts shown to people have bounds, which a `Band` corrects. Decisions use
-expected values, with one exception. Kernels on a device that will become unavailable are saved in time for the upper bound, because
-state is lost if a forecast is too short (`widest_swap_span`).
+A forecast is the median of the most recent outcomes of its kind. Forecasts shown to people have bounds, which a `Band` corrects. Decisions
+use expected values, with one exception: kernels on a device that will become unavailable are saved early enough for the upper bound,
+because state is lost if a forecast is too short (`widest_swap_span`).
 
-- Swaps are forecast by a line through the last swaps of one kind on one device model.
-- Cells and gaps are forecast from the lease's last cells and gaps, mixed with a few typical ones of all leases.
-- Waits are computed from the queue by `queue_wait`. Here the last waits of the same kind and similar length correct them.
-- Slowdowns by busy neighbours follow a model of contention, corrected by the last cells.
-- Demands, and how often a sign of a coming cell is right, are decaying means per lease. A new lease starts from the mean of all leases.
+- Swaps are forecast from a line fitted to the last swaps of the same kind on the same device model.
+- Cells and gaps are forecast from the lease's last cells and gaps, mixed with a few typical ones from all leases.
+- Waits are computed from the queue by `queue_wait`, and corrected here using the last waits of the same kind and similar length.
+- Slowdowns caused by busy neighbours are computed from a model of contention, and corrected using the last cells.
+- Demands, and how often signs of the next cell are right, are decaying means per lease. New leases start with a mean over earlier leases.
 - Two more things are learnt: the time that cells lose because idle leases hold memory (`HoldCosts`), and the sizes that leases request
   (`RequestedSizes`).
 
-Memory is bounded. A lease takes up a few kilobytes from its first cell until `forget`. Callers pass the time in ms of the arbiter's clock.
-Results are deterministic, so that the arbiter can base decisions on them.
+Memory use is bounded. A lease takes up a few kilobytes from its first cell until `forget` is called. Callers pass times from the arbiter's
+clock in ms. Results are deterministic, so that the arbiter can base decisions on them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -93,7 +93,7 @@ _GAPS_S = (12, 26, 39, 53, 75, 105, 135, 165, 218, 293, 368, 443, 893, 1_718, 3_
 
 @dataclass
 class Durations:
-    """The last durations of each lease and of all leases, in ms."""
+    """The most recent durations of each lease and of all leases, in ms."""
 
     common: list[int]
     own: dict[str, list[int]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Durations:
         return [int(quantile(ordered, (2 * one + 1) / (2 * _TYPICAL))) for one in range(_TYPICAL)]
 
     def add(self, lease_id: str | None, duration_ms: int) -> None:
-        """Record a duration. `lease_id` is None if the lease is over."""
+        """Record a duration. `lease_id` is None if the lease has ended."""
         duration_ms = min(duration_ms, _NEVER_MS)
         if lease_id is not None:
             add_last(self.own.setdefault(lease_id, []), duration_ms, _OWN)
@@ -117,9 +117,9 @@ class Durations:
 
 
 def rest_ms(durations: Sequence[int], elapsed_ms: int, part: float) -> int:
-    """Return the quantile `part` of the time that remains after `elapsed_ms`, in ms.
+    """Return the `part` quantile of the time remaining after `elapsed_ms`, in ms.
 
-    If no earlier duration was longer, the median remaining time is `elapsed_ms`.
+    If no recorded duration was longer, the median remaining time is taken to be `elapsed_ms`.
     """
     longer = durations[bisect_left(durations, elapsed_ms) :]
     if not longer:
@@ -133,7 +133,7 @@ def _rest_span(durations: Sequence[int], elapsed_ms: int) -> Span:
 
 
 def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> int:
-    """Return the probability that something that has lasted `elapsed_ms` ends within the next `within_ms`, in thousandths."""
+    """Return the probability that something that has lasted `elapsed_ms` will end within the next `within_ms`, in thousandths."""
     gone = bisect_right(durations, elapsed_ms)
     if gone == len(durations):
         return 0
@@ -141,7 +141,7 @@ def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> i
 
 
 class Rhythm(NamedTuple):
-    """The period in which a lease's next cell is likely to start, and the probability in thousandths that it starts then."""
+    """The period in which a lease's next cell is likely to start, and the probability in thousandths that it does."""
 
     from_ms: int
     until_ms: int
@@ -158,7 +158,7 @@ _SHORTEST_WINDOW_MS = 20_000
 
 @dataclass(slots=True)
 class Mean:
-    """A mean in thousandths. At first all samples count the same, and later their weights decay. The first value counts twice."""
+    """A mean in thousandths. At first, all samples have equal weight. Later, their weights decay. The first value counts twice."""
 
     value: float
     count: int = 2
@@ -197,19 +197,19 @@ _FIRST_HELD = 40_000 * 3_600_000
 
 @dataclass(slots=True)
 class HoldCosts:
-    """The time that cells lose because idle leases hold memory, per MiB and ms. Old losses fade with each cell, not with time."""
+    """The time that cells lose because idle leases hold memory, per MiB and ms. Old losses count for less with each new cell."""
 
     lost: int = 0  # ms times _STEP
     held: int = _FIRST_HELD  # MiB times ms
 
     def learn(self, lost_ms: int, held: int) -> None:
-        """Record the time that a cell lost, and the memory that idle leases held since the previous cell, in MiB times ms."""
+        """Record the time a cell lost, and the memory idle leases have held since the previous cell, in MiB times ms."""
         self.lost += lost_ms * _STEP - -(-self.lost // _HOLD_CELLS)  # rounded up, so that it decays to 0
         self.held += held - self.held // _HOLD_CELLS
 
     @property
     def rate(self) -> int:
-        """The loss per MiB and ms, times 1 << RATE_BITS. It is rounded down to three significant bits, so that it rarely changes."""
+        """The loss per MiB and ms, times 1 << RATE_BITS, rounded down to three significant bits so that it rarely changes."""
         rate = (self.lost << RATE_BITS) // (_STEP * self.held) if self.held else 0
         low = max(0, rate.bit_length() - 3)
         return rate >> low << low
@@ -249,7 +249,7 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSpan(Span):
-    """The forecast of a wait, with the kind of the wait and the computed wait that the forecast corrects."""
+    """The forecast of a wait, with the kind of wait and the computed wait before correction."""
 
     kind: str  # "swap", or "busy" if a busy lease must leave first
     basis_ms: int  # as computed by `queue_wait`
@@ -266,7 +266,7 @@ class _CellTimes:
 
 @dataclass
 class Forecasts:
-    """All forecasts. A driver can save the fields and start the next arbiter with them. The fields leave out running cells and gaps."""
+    """All forecasts. A driver can save the fields and pass them to the next arbiter. They do not include cells and gaps in progress."""
 
     version: Literal[3] = 3
     swaps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # (MiB, ms), by kind and device
@@ -291,7 +291,7 @@ class Forecasts:
         return tuple(self.accuracy.get(kind, Accuracy()).error(kind) for kind in KINDS)
 
     def forget(self, lease_id: str) -> None:
-        """Remove a lease that is over. If it was idle, its last gap is recorded as one that never ended."""
+        """Remove a lease that has ended. If it was idle, its last gap is recorded as one that never ended."""
         self.demands.own.pop(lease_id, None)
         for sign in Sign:
             self.signs.own.pop(f"{sign} {lease_id}", None)
@@ -304,7 +304,7 @@ class Forecasts:
     # -- bounds and errors ---------------------------------------------------------------------------------------------
 
     def _stated(self, kind: str, name: str, span: Span) -> Span:
-        """Return the estimate with bounds that are corrected by the `Band` of this kind and name, if there is one."""
+        """Return the estimate with its bounds corrected by the `Band` of this kind and name, if there is one."""
         band = self.bands.get(f"{kind} {name}")
         return span if band is None else band.spread(span)
 
@@ -323,7 +323,7 @@ class Forecasts:
         return entry_of(self.bands, f"{kind} {name}", Band)
 
     def _corrected(self, name: str, first: Sequence[float], basis: int) -> Span:
-        """Return the computed value `basis`, multiplied by the last ratios of outcomes to computed values."""
+        """Return the computed value `basis`, scaled by recent ratios of outcomes to computed values."""
         ratios = sorted(self.ratios.get(name, first))
         low, expected, high = (max(0.0, quantile(ratios, part) * (basis + PAD) - PAD) for part in (0.1, 0.5, 0.9))
         return _span(expected, low, high)
@@ -341,7 +341,7 @@ class Forecasts:
         self._lines.pop(name, None)
 
     def swap_ms(self, kind: str, device_name: str, mib: int) -> int:
-        """Return the expected time of a suspend or resume of this many MiB, in ms. The call is cheap."""
+        """Return the expected time for suspending or resuming this many MiB, in ms. Cheap to call."""
         name = f"{kind} {device_name}"
         if name not in self._lines:
             self._lines[name] = _line(_FIRST_LINES[kind], self.swaps.get(name, ()))
@@ -353,25 +353,25 @@ class Forecasts:
         return _span(expected_ms, expected_ms * 2 // 3, expected_ms * 4 // 3)
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return the expected time of a suspend or resume of this many MiB, with bounds."""
+        """Return the expected time for suspending or resuming this many MiB, with bounds."""
         return self._stated(kind, device_name, self._swap_span(kind, device_name, mib))
 
     def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return `swap_span` with bounds at least as wide as the initial bounds. Use it if a late save would lose state."""
+        """Return `swap_span` with bounds at least as wide as the initial bounds. Use it where saving too late would lose state."""
         first, stated = self._swap_span(kind, device_name, mib), self.swap_span(kind, device_name, mib)
         return _span(stated.expected_ms, min(first.low_ms, stated.low_ms), max(first.high_ms, stated.high_ms))
 
     # -- cells and gaps ------------------------------------------------------------------------------------------------
 
     def cell_began(self, lease_id: str, at_ms: int, device_name: str = "") -> None:
-        """Record the start of a cell, which ends a gap. A second call, after a wait, replaces the start."""
+        """Record the start of a cell and the end of the gap before it. A second call, after a wait, replaces the start."""
         times = self._times.setdefault(lease_id, _CellTimes())
         if times.ended_ms is not None:
             self.gaps.add(lease_id, max(0, at_ms - times.ended_ms))
         times.began_ms, times.ended_ms, times.device_name = at_ms, None, device_name
 
     def cell_ended(self, lease_id: str, at_ms: int) -> None:
-        """Record the end of a cell. Compare it with the forecasts made at the cell's start and after half of the expected time."""
+        """Record the end of a cell. Compare its duration with the forecasts made at its start and halfway through the expected time."""
         times = self._times.get(lease_id)
         if times is None or times.began_ms is None:
             return
@@ -386,7 +386,7 @@ class Forecasts:
         times.began_ms, times.ended_ms = None, at_ms
 
     def cell_left_ms(self, lease_id: str, now_ms: int) -> int:
-        """Return the median remaining time of the lease's cell in ms, or 0 if no cell runs."""
+        """Return the median remaining time of the lease's cell in ms, or 0 if no cell is running."""
         times = self._times.get(lease_id)
         if times is None or times.began_ms is None:
             return 0
@@ -397,12 +397,12 @@ class Forecasts:
         return rest_ms(self.cells.of(lease_id), 0, 0.5)
 
     def gap_left_ms(self, lease_id: str, now_ms: int) -> int:
-        """Return the median time until the lease's next cell in ms, at most about 12 days, or 0 while a cell runs."""
+        """Return the median time until the lease's next cell in ms, at most about 12 days, or 0 while a cell is running."""
         idle_ms = self._idle_ms(lease_id, now_ms)
         return 0 if idle_ms is None else rest_ms(self.gaps.of(lease_id), idle_ms, 0.5)
 
     def chance_milli(self, lease_id: str, now_ms: int, within_ms: int) -> int:
-        """Return the probability in thousandths of a cell within the next `within_ms`, or 1000 while a cell runs."""
+        """Return the probability in thousandths that a cell starts within the next `within_ms`, or 1000 if one is running."""
         idle_ms = self._idle_ms(lease_id, now_ms)
         return 1000 if idle_ms is None else chance_milli(self.gaps.of(lease_id), idle_ms, within_ms)
 
@@ -421,7 +421,7 @@ class Forecasts:
         return None
 
     def _idle_ms(self, lease_id: str, now_ms: int) -> int | None:
-        """Return how long the lease has been idle in ms, 0 if it never ran a cell, or None while a cell runs."""
+        """Return how long the lease has been idle in ms, 0 if it has never run a cell, or None while a cell is running."""
         times = self._times.get(lease_id)
         if times is None:
             return 0
@@ -430,12 +430,12 @@ class Forecasts:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
-        """Return the computed wait, corrected by the last waits of the same kind and similar length."""
+        """Return the computed wait, corrected using the last waits of the same kind and similar length."""
         span = self._stated(WAIT, kind, self._corrected(_wait_class(kind, basis_ms), _FIRST_WAITS, basis_ms))
         return WaitSpan(**asdict(span), kind=kind, basis_ms=basis_ms)
 
     def wait_ended(self, expected: WaitSpan, waited_ms: int, *, given_up: bool = False) -> None:
-        """Learn from a wait. An abandoned wait counts only if it exceeded its upper bound, because its full length is unknown."""
+        """Learn from a wait. An abandoned wait is used only if it exceeded its upper bound, because its full length is unknown."""
         name = _wait_class(expected.kind, expected.basis_ms)
         span = self._corrected(name, _FIRST_WAITS, expected.basis_ms)
         if not given_up:
@@ -486,13 +486,13 @@ class Forecasts:
     # -- demands, signs, memory held, sizes ----------------------------------------------------------------------------
 
     def demand_milli(self, lease_id: str, pool: str) -> int:
-        """Return how many thousandths of a device the lease uses while busy, or the pool's mean for a new lease. The call is cheap."""
+        """Return how many thousandths of a device the lease uses while busy, or the pool's mean for a new lease. Cheap to call."""
         return self.demands.milli(lease_id, pool)
 
     def demand_seen(self, lease_id: str, pool: str, milli: int, *, most_milli: int | None = None) -> int:
         """Learn that a busy lease uses `milli` thousandths of a device, and return the lease's demand.
 
-        On a full device, the demand is between `milli` and `most_milli`.
+        On a fully used device, the demand is only known to be between `milli` and `most_milli`.
         """
         if most_milli is not None:
             before = self.demand_milli(lease_id, pool)
@@ -503,7 +503,7 @@ class Forecasts:
         return self.demand_milli(lease_id, pool)
 
     def sign_milli(self, lease_id: str, sign: Sign) -> int:
-        """Return how often this sign of the lease's next cell was right, in thousandths. The call is cheap."""
+        """Return how often this sign of the lease's next cell has been right, in thousandths. Cheap to call."""
         return self.signs.milli(f"{sign} {lease_id}", sign)
 
     def sign_settled(self, lease_id: str, sign: Sign, *, true: bool) -> None:
@@ -515,14 +515,14 @@ class Forecasts:
         return mib * wait * self.hold_rate(pool) >> RATE_BITS
 
     def hold_rate(self, pool: str) -> int:
-        """Return the learnt cost of holding memory, which is a factor in `hold_cost`."""
+        """Return the learnt rate at which holding memory costs time, which is a factor in `hold_cost`."""
         known = self.holds.get(pool)
         return 0 if known is None else known.rate
 
     def hold_seen(self, pool: str, lost_ms: int, held: int) -> None:
         """Learn from a cell how much time it lost because idle leases held memory.
 
-        `held` is the memory that they held since the last cell, in MiB times ms.
+        `held` is the memory they have held since the last cell, in MiB times ms.
         """
         entry_of(self.holds, pool, HoldCosts).learn(lost_ms, held)
 
@@ -535,7 +535,7 @@ class Forecasts:
 
 
 def _wait_class(kind: str, basis_ms: int) -> str:
-    """Return the class of a wait, which is its kind with the magnitude of its length. Each class is corrected separately."""
+    """Return the class of a wait, which combines its kind and the order of magnitude of its length. Each class is corrected separately."""
     return f"{kind} {min(15, (basis_ms >> 8).bit_length() + 1 >> 1)}"
 
 

@@ -1,10 +1,10 @@
-"""Records by day how much of their shares notebooks and seats used, for advice about shares.
+"""Keeps daily records of how much of its share each notebook and seat used, as a basis for advice about shares.
 
-A `ShareDay` is a day of a notebook, or of a hub server's seat, with one share. It has the peak of the device memory, how long memory was
-held on a device, how long cells ran, and how much of the device they used. `UseRecorder.observe` gets samples, so peaks between samples are
-missed.
+A `ShareDay` covers one day of a notebook, or of a hub server's seat, at a given share. It records peak device memory, how long memory was
+held on a device, how long cells ran, and how much of the device they used. `UseRecorder.observe` only sees samples, so peaks between them
+are missed.
 
-All values are integers: memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, and days since 1970
+All values are integers: memory in MiB per device, times in ms, shares and use in thousandths of a device, and dates in days since 1970
 (UTC).
 """
 
@@ -21,14 +21,14 @@ _LONGEST_SAMPLE_MS = 60_000  # a longer time between samples is ignored
 
 
 class HabitKind(StrEnum):
-    """What a record of use can be about. The values are stored in ledgers."""
+    """The kinds of things a usage record can describe. The values are stored in ledgers."""
 
     NOTEBOOK = "notebook"
     SEAT = "seat"  # all kernels of one hub server together
 
 
 class HabitKey(NamedTuple):
-    """What a record of use is about. `seated` is true if the owner is a hub user. `label` is the notebook, or empty for a seat."""
+    """Identifies what a usage record covers. `seated` is true if the owner is a hub user. `label` is the notebook, or empty for a seat."""
 
     pool: str
     owner: str
@@ -38,7 +38,7 @@ class HabitKey(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A share of a device in thousandths, and its memory in MiB."""
+    """A share of a device, in thousandths, and the memory that comes with it, in MiB."""
 
     milli: int
     memory_mib: int
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class ShareDay:
-    """The use of one share on one day."""
+    """How one share was used on one day."""
 
     day: int
     share: Share
@@ -58,14 +58,14 @@ class ShareDay:
 
     @property
     def is_full(self) -> bool:
-        """Whether the memory was full. If so, more than the peak might have been needed."""
+        """Whether memory was (nearly) full, in which case the actual need may have been higher than the peak."""
         return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
 
 
 class Sample(NamedTuple):
-    """The state of a notebook or seat at one time.
+    """The state of a notebook or seat at one point in time.
 
-    `use_milli` is its use of the device while it runs a cell, or None if that is unknown.
+    `use_milli` is how much of the device it uses while running a cell, in thousandths, or None if unknown.
     """
 
     share: Share
@@ -75,7 +75,7 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps the daily records of all notebooks and seats, and notes which records have changed since the last `take_changed`."""
+    """Keeps daily usage records of all notebooks and seats, and tracks which have changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
@@ -87,16 +87,16 @@ class UseRecorder:
         self._days.setdefault(key, {})[day.day, day.share] = day
 
     def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
-        """Return the key of a notebook. A user's notebooks beyond the first `MOST_LABELS` share a key without a label."""
+        """Return the key for a notebook. A user's notebooks beyond the first `MOST_LABELS` share one key with no label."""
         key = HabitKey(pool, owner, seated, HabitKind.NOTEBOOK, label)
         if key in self._days or sum(other[:4] == key[:4] for other in self._days) < MOST_LABELS:
             return key
         return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Record a sample. The sample is None if the notebook or seat has ended or has no device memory.
+        """Record a sample. Pass None if the notebook or seat has ended or has no device memory.
 
-        The time since the previous sample counts for the previous sample.
+        The time since the previous sample is counted under that sample's share, and as busy if that sample was busy.
         """
         last_ms, last = self._last.pop(holder, (at_ms, None))
         if last is not None and 0 < at_ms - last_ms <= _LONGEST_SAMPLE_MS:
@@ -124,14 +124,14 @@ class UseRecorder:
         return one
 
     def forget(self, before_day: int) -> None:
-        """Drop the records of the days before `before_day`."""
+        """Drop the records of all days before `before_day`."""
         for key, days in list(self._days.items()):
             self._days[key] = {name: one for name, one in days.items() if one.day >= before_day}
             if not self._days[key]:
                 del self._days[key]
 
     def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the daily records that have changed since the last call, each with all its figures."""
+        """Return the complete daily records that have changed since the last call."""
         changed, self._changed = self._changed, {}
         return [(key, one) for (key, _, _), one in changed.items()]
 
@@ -140,5 +140,5 @@ class UseRecorder:
         return sorted(self._days.get(key, {}).values(), key=lambda one: (one.day, one.share))
 
     def keys(self) -> Iterator[HabitKey]:
-        """Yield the keys of all notebooks and seats with a record."""
+        """Yield the keys of all notebooks and seats that have a record."""
         yield from self._days

@@ -1,13 +1,13 @@
-"""Compares forecasts with outcomes. It has quantiles of outcomes, bounds that adapt to misses, and the accuracy of recent forecasts.
+"""Compares forecasts with outcomes. Provides quantiles, bounds that adapt to misses, and the accuracy of recent forecasts.
 
-An estimator gives an expected value with bounds. A `Band` corrects these bounds so that about a tenth of the outcomes are above the upper
-bound and a tenth are below the lower bound. An outcome beyond a bound moves that bound outward at once, and further with each miss in a
-row. Any other outcome moves it back a little. This is quantile tracking with a fixed step (Gibbs and Candès, "Adaptive Conformal Inference
-Under Distribution Shift", NeurIPS 2021). Eight other outcomes undo one miss, so in the long run at most one outcome in nine is beyond each
-bound, in whatever order the outcomes come.
+An estimator provides an expected value with bounds. A `Band` corrects these bounds so that about a tenth of outcomes fall above the upper
+bound and a tenth below the lower bound. An outcome outside a bound immediately moves that bound outward, and by a larger step with each
+consecutive miss. Any other outcome moves the bound back a little. This is quantile tracking with a fixed step (Gibbs and Candès, "Adaptive
+Conformal Inference Under Distribution Shift", NeurIPS 2021). It takes eight other outcomes to undo one miss, so in the long run at most one
+outcome in nine falls outside each bound, whatever the order of outcomes.
 
 Times are in ms, and slowdowns in thousandths. Floats are only compared and combined with + - * /, so results are the same on every machine.
-Drivers save the fields of these dataclasses and load them with checked types.
+Drivers save the fields of these dataclasses and check their types when loading them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from fractional_gpu.core.model import Span
 SUSPEND, RESUME = "suspend", "resume"
 WAIT, CELL, REST, SLOWDOWN, SEAT = "wait", "cell", "rest", "slowdown", "seat"
 KINDS = (WAIT, SUSPEND, RESUME, CELL, REST, SLOWDOWN, SEAT)
-"""The kinds of forecasts. `REST` is the remaining time of a running cell."""
+"""The kinds of forecasts. `REST` is how much longer a running cell will take."""
 PAD = 50  # added to both terms of a ratio, so that very short times have no influence
 _MOST_NAMES = 256  # limit on pools, device models and the like; the oldest is dropped
 _COMPARED = 256  # number of last forecasts in the accuracy of a kind
@@ -29,7 +29,7 @@ _Item = TypeVar("_Item")
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return a quantile of the sorted outcomes, of which there must be at least one, by linear interpolation."""
+    """Return a quantile of the sorted outcomes by linear interpolation. There must be at least one outcome."""
     place = min(max(part * len(ordered) - 0.5, 0.0), len(ordered) - 1.0)
     before = int(place)
     after = min(before + 1, len(ordered) - 1)
@@ -37,13 +37,13 @@ def quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
-    """Append an outcome, and keep only the last `most` outcomes."""
+    """Append an outcome, then drop all but the last `most` outcomes."""
     window.append(outcome)
     del window[:-most]
 
 
 def entry_of(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
-    """Return the entry for a name, or make a new one. If there are too many, the new entry replaces the oldest."""
+    """Return the entry for a name, creating it if necessary. If there are too many entries, the new one replaces the oldest."""
     if name not in known:
         if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
@@ -61,7 +61,7 @@ _LEAST_FACTOR, _MOST_FACTOR = 1 / 400, 1_000_000.0
 
 @dataclass(slots=True)
 class BoundCorrection:
-    """The correction of one bound of a `Band`."""
+    """The correction applied to one bound of a `Band`."""
 
     factor: float = 1.0  # how far the bound moves outward
     run: int = 0  # misses in a row
@@ -71,9 +71,9 @@ class BoundCorrection:
         self.run = min(self.run, len(_WIDER) - 1)
 
     def learn(self, *, missed: bool, at_expected: bool) -> None:
-        """Move the bound outward after a miss, and otherwise back.
+        """Move the bound outward after a miss, or back inward otherwise.
 
-        The bound does not move past the expected value, so that the next miss moves it outward at once.
+        It never moves inward past the expected value, so the next miss moves it outward straight away.
         """
         if missed:
             self.factor = min(_MOST_FACTOR, self.factor * _WIDER[self.run])
@@ -86,7 +86,7 @@ class BoundCorrection:
 
 @dataclass(slots=True)
 class Band:
-    """The corrections of the bounds of one kind of forecast."""
+    """The corrections applied to both bounds of one kind of forecast."""
 
     low: BoundCorrection = field(default_factory=BoundCorrection)
     high: BoundCorrection = field(default_factory=BoundCorrection)
@@ -98,13 +98,13 @@ class Band:
         return replace(span, low_ms=max(0, min(span.expected_ms, low)), high_ms=max(span.expected_ms, high))
 
     def learn(self, span: Span, happened: int) -> None:
-        """Learn from an outcome. `span` is the estimator's forecast, before `spread`."""
+        """Learn from an outcome. `span` is the estimator's original forecast, before `spread`."""
         stated = self.spread(span)
         self.low.learn(missed=happened < stated.low_ms, at_expected=stated.low_ms == span.expected_ms)
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
 
     def outlasted(self, span: Span, lasted: int) -> None:
-        """Learn from an abandoned wait. A wait that exceeded the bound is a miss. Otherwise its outcome is unknown."""
+        """Learn from an abandoned wait. It is a miss if it exceeded the upper bound. Otherwise its outcome is unknown."""
         if lasted > self.spread(span).high_ms:
             self.high.learn(missed=True, at_expected=False)
 
@@ -114,7 +114,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastError:
-    """The recent accuracy of one kind of forecast, for all users together."""
+    """The recent accuracy of one kind of forecast, across all users."""
 
     what: str  # one of `KINDS`
     count: int  # number of forecasts that were compared with their outcomes

@@ -1,1 +1,1 @@
-"""Adds up how much leases use devices, what this costs, and what is left of budgets. All figures are integers."""
+"""Tracks how much leases use devices, what this costs, and how much of each budget is left. All figures are integers."""

@@ -1,8 +1,8 @@
-"""Budgets limit how much a user or group may use in a window of time. This module computes how much is spent and what is left.
+"""Computes how much of each budget has been spent and how much is left. Budgets limit how much a user or group may use in a time window.
 
-It does no I/O. Spending is stored by the minute for the last two hours and by the hour before that, so the start of a window has this
-precision. No kernel is ended because a budget is used up. The pool's settings say whether the owner's kernels then wait for others, and
-whether new kernels may start.
+The module does no I/O. Spending is stored per minute for the last two hours and per hour before that, so the start of a window is no more
+precise than that. Kernels are not ended when a budget is used up. The pool's settings determine whether the owner's kernels then wait for
+others, and whether new kernels may start.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from typing import NamedTuple
 from fractional_gpu.core.metering.usage import ACCOUNTS, Party, Usage, UsageRow
 
 WARN_MILLI = 800
-"""The broker warns when this part of a budget is spent, in thousandths."""
+"""How much of a budget, in thousandths, must be spent before the broker gives a warning."""
 LAST_PRIORITY = -1_000_000
-"""The priority of kernels that are served only while no other ticket waits. It is below any configured priority."""
+"""The priority of kernels that are served only while no other ticket is waiting. It is lower than any configured priority."""
 _MINUTE_S = 60
 _HOUR_S = 3600
 _MINUTES_FOR_S = 2 * _HOUR_S
@@ -30,7 +30,7 @@ class Unit(StrEnum):
 
 
 class Consequence(StrEnum):
-    """What happens when a budget is used up. No kernel is ended."""
+    """What happens when a budget is used up. Kernels are never ended."""
 
     LOWER_PRIORITY = "lower-priority"  # one below the lease's own priority
     WHEN_FREE = "when-free"  # served only while no other ticket waits
@@ -38,14 +38,14 @@ class Consequence(StrEnum):
 
 
 class Subject(NamedTuple):
-    """The user or group that has a budget. A hub user and a system user of the same name have separate budgets."""
+    """The user or group a budget applies to. A hub user and a system user of the same name have separate budgets."""
 
     kind: str  # "user" or "group"
     name: str
     account: str = ""  # for users, one of `ACCOUNTS`; empty for a group or, in an extension, for both users
 
     def includes(self, other: "Subject") -> bool:
-        """Return whether `other` is this subject. A subject without an account includes the hub user and system user of its name."""
+        """Return whether this subject covers `other`. Without an account, it covers both the hub user and the system user of its name."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 
@@ -60,7 +60,7 @@ class WindowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A budget for each user or group with this name, or for all users or groups if the name is "*"."""
+    """A separate budget for each user or group with this name, or for every user or group if the name is "*"."""
 
     kind: str  # "user" or "group"
     name: str
@@ -81,7 +81,7 @@ class Budget:
         return Subject(self.kind, name, ACCOUNTS[party.seated] if self.kind == "user" else "")
 
     def spent(self, usage: Usage, currency: str) -> int:
-        """Return how much of this budget the usage takes up, in the measure of the budget's unit."""
+        """Return how much of this budget the usage takes up. `Unit` says how the amount is measured."""
         match self.unit:
             case Unit.SHARE:
                 return usage.charged_share
@@ -93,7 +93,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class BudgetExtension:
-    """An amount that an administrator added to a budget until `until_s`, in seconds since 1970."""
+    """An amount added to a budget by an administrator. It is valid until `until_s`, in seconds since 1970."""
 
     subject: Subject
     budget: str  # its `text`
@@ -103,7 +103,7 @@ class BudgetExtension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """The state of a subject's budget at one time. Amounts are in the measure of the unit, and times are in seconds since 1970."""
+    """The state of a subject's budget at one point in time. `Unit` says how amounts are measured. Times are in seconds since 1970."""
 
     budget: Budget
     subject: Subject
@@ -113,7 +113,7 @@ class BudgetState:
 
     @property
     def left(self) -> int:
-        """The amount that is left, or 0 if more was spent."""
+        """The amount left, or 0 if the budget is overspent."""
         return max(0, self.amount - self.spent)
 
     @property
@@ -127,7 +127,7 @@ class BudgetState:
 
 @dataclass(slots=True)
 class Spending:
-    """The spending for each budget and subject, and the extensions of budgets."""
+    """How much each subject has spent of each budget, and the budgets' extensions."""
 
     budgets: tuple[Budget, ...]
     extras: list[BudgetExtension] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Spending:
     _grid_s: int = 0  # offset of local hours from UTC hours
 
     def add(self, rows: Iterable[UsageRow], now_s: int | None = None) -> None:
-        """Add usage from the last minute before `now_s`. If `now_s` is None, the rows are hourly figures from the ledger."""
+        """Add usage from the minute before `now_s`, or hourly figures from the ledger if `now_s` is None."""
         for row in rows:
             bucket = row.key.hour_s
             self._grid_s = bucket % _HOUR_S
@@ -151,7 +151,7 @@ class Spending:
             self._fold(now_s)
 
     def _fold(self, now_s: int) -> None:
-        """Merge old minutes into hours. This does not visit the existing hours, because there can be thousands of them."""
+        """Merge old minutes into hours. Entries that are already hourly are skipped, because there can be thousands of them."""
         before_s, grid_s = now_s - _MINUTES_FOR_S, self._grid_s
         for buckets in self._spent.values():
             for at_s in [one for one in buckets if one < before_s and (one - grid_s) % _HOUR_S]:
@@ -177,7 +177,7 @@ class Spending:
         return sorted(found)
 
     def state(self, index: int, subject: Subject, since_s: int, now_s: int) -> BudgetState:
-        """Return how much of a subject's budget is spent and left now, in the window that started at `since_s`."""
+        """Return how much of a subject's budget has been spent, and how much is left, in the window that started at `since_s`."""
         budget = self.budgets[index]
         buckets = self._spent.get((index, subject), {})
         extra = sum(
@@ -190,7 +190,7 @@ class Spending:
 
 
 def penalty(own_priority: int, consequences: Iterable[Consequence]) -> int | None:
-    """Return the priority of a lease whose budget is used up, or None if the lease keeps its own priority."""
+    """Return the priority for a lease whose budget is used up, or None if the lease keeps its own priority."""
     which = set(consequences)
     if Consequence.WHEN_FREE in which:
         return LAST_PRIORITY

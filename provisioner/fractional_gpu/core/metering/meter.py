@@ -1,19 +1,19 @@
-"""The meter adds up usage from what each lease holds and from the readings of each device's energy counter.
+"""Adds up usage from what each lease holds and from readings of each device's energy counter.
 
-It does no I/O and uses only integers, and every call passes the time. The broker and the simulator use the same meter. It keeps figures by
-hour, lease and device until the broker takes (`take`) and stores them.
+The meter does no I/O, uses only integers, and is given the time with every call. The broker and the simulator use the same meter. It keeps
+figures by hour, lease and device until the broker collects them (`take`) and stores them.
 
-**Time.** `at_ms` is a monotonic clock. `wall_ms` is the wall clock at the same time, and only determines to which hour a period belongs. If
-the wall clock is set, an hour can become longer or shorter, but the sums do not change.
+**Time.** `at_ms` is the time on a monotonic clock. `wall_ms` is the wall-clock time at the same moment, and only determines the hour that
+usage is booked to. Setting the wall clock can make an hour longer or shorter, but does not change totals.
 
 **Energy.** Between two readings of a device's counter, the energy above the idle draw is divided among the leases that ran cells there, in
-proportion to their work. The work is the busy time multiplied by the measured utilisation, or by the share if the utilisation was not
-measured. The idle draw is divided among the leases that hold the device, in proportion to their parts of its time. The pool is charged for
-the rest, which is the idle draw while no lease held the device and the energy above it while no cell ran. All parts add up to the energy
-that was read.
+proportion to their work. Work is busy time multiplied by measured utilisation, or by the lease's share if utilisation was not measured. The
+idle draw is divided among the leases that held the device, in proportion to the part of its time each was assigned. The rest is charged to
+the pool: the idle draw while no lease held the device, and any energy above it while no cell ran. All parts add up to the energy read from
+the counter.
 
-The energy of virtual machines is accounted for in the same way, by utilisation and with shared idle power (Kansal et al., "Virtual Machine
-Power Metering and Provisioning", SoCC 2010). docs/costs.md compares this method with two others.
+The energy use of virtual machines has been metered in the same way, by utilisation and with shared idle power (Kansal et al., "Virtual
+Machine Power Metering and Provisioning", SoCC 2010). docs/costs.md compares this method with two others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from fractional_gpu.core.metering.tariffs import SLICE_MS, Calendar, Tariff, utc
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow, divided
 
 _AMOUNT = 1000 * SHARE_HOUR
-"""The divisor for the product of a price in thousandths, milli-GPU milliseconds and charged thousandths."""
+"""Divide the product of price in thousandths, milli-GPU milliseconds and charged thousandths by this to get an amount in thousandths."""
 _MOST_MW = 10_000_000  # 10 kW: no device draws more, so a higher reading is wrong
 _QUIET_MS = 1000  # minimum time between readings for learning the idle draw
 _IDLE_PARTS = 8  # each reading moves the known idle draw by one part in this many
@@ -47,13 +47,13 @@ class Holding:
 
     @property
     def working(self) -> bool:
-        """Whether the lease runs a cell on a device."""
+        """Whether the lease is running a cell on a device."""
         return self.busy and bool(self.devices)
 
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease. Its time has been counted up to `since_ms`. `carry` holds the parts of amounts that are too small to be booked yet."""
+    """A lease whose time has been counted up to `since_ms`. `carry` holds remainders of amounts that are too small to be booked yet."""
 
     holding: Holding
     since_ms: int
@@ -108,15 +108,15 @@ class Meter:
     def add_device(
         self, at_ms: int, device_id: str, pool: str, *, idle_mw: int | None = None, counter_mj: int | None = None
     ) -> None:
-        """Count the time of a new device for the pool from now on.
+        """Start counting the time of a new device for the pool.
 
         `idle_mw` and `counter_mj` are the idle draw and the last counter reading from an earlier meter, if there was one. The next reading
-        then includes the time since that reading.
+        then also covers the time since that last reading.
         """
         self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
-        """Set what the lease holds from now on, or None if it has ended. If nothing has changed, only the time until now is counted."""
+        """Set what the lease holds from now on, or None if it has ended. If nothing has changed, this just counts the time up to now."""
         lease = self._leases.get(lease_id)
         if lease is None:
             if holding is None:
@@ -140,7 +140,7 @@ class Meter:
         return lease_id in self._leases
 
     def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
-        """Count the memory that a suspend or resume moved, in MiB."""
+        """Count the memory moved by a suspend or resume, in MiB."""
         lease = self._leases.get(lease_id)
         if lease is not None and mib:
             hour_s, _ = self._local(wall_ms)
@@ -157,11 +157,11 @@ class Meter:
         quiet: bool = False,
         utilisation: Mapping[str, int] | None = None,
     ) -> int:
-        """Divide the energy that the device has used since the last reading, and return it in mJ.
+        """Divide up the energy the device has used since the last reading. Return the total in mJ.
 
-        `counter_mj` is the reading of its energy counter. Without one, the energy is its present draw `power_mw` multiplied by the time.
-        Set `quiet` if nothing ran on the device. `utilisation` has each lease's use of the device while it ran cells, in thousandths. A
-        lease that was not measured counts with its share.
+        `counter_mj` is the reading of its energy counter. If it has no counter, its current draw `power_mw` is multiplied by the time
+        instead. Set `quiet` if nothing ran on the device. `utilisation` maps each lease to how much of the device it used while running
+        cells, in thousandths. For a lease that was not measured, its share is used instead.
         """
         device = self._devices[device_id]
         if counter_mj is None and device.counter_mj is not None:
@@ -179,13 +179,13 @@ class Meter:
     # -- results ----------------------------------------------------------------------------------------------------------
 
     def take(self, at_ms: int, wall_ms: int) -> list[UsageRow]:
-        """Return the figures since the last call by hour, lease and device, and start again from zero."""
+        """Return the figures since the last call by hour, lease and device, and reset them to zero."""
         rows = sorted(self.rows(at_ms, wall_ms), key=lambda row: row.key)
         self._rows = {}
         return [row for row in rows if not row.usage.is_empty()]
 
     def rows(self, at_ms: int, wall_ms: int) -> Iterable[UsageRow]:
-        """Count everything until now, and return the figures since the last `take`."""
+        """Count everything up to now, and return the figures since the last `take`."""
         for lease_id, lease in self._leases.items():
             self._count(lease_id, lease, at_ms, wall_ms)
         for device_id in self._devices:
@@ -195,7 +195,7 @@ class Meter:
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def _count(self, lease_id: str, lease: _Lease, at_ms: int, wall_ms: int) -> None:
-        """Count the lease's time until now, by quarter hours."""
+        """Count the lease's time up to now, by quarter hours."""
         passed_ms = at_ms - lease.since_ms
         if passed_ms <= 0:
             return
@@ -254,7 +254,7 @@ class Meter:
     # -- devices -----------------------------------------------------------------------------------------------------------
 
     def _advance(self, device_id: str, at_ms: int, wall_ms: int) -> None:
-        """Divide the device's time until now among its holders, by quarter hours."""
+        """Divide the device's time up to now among its holders, by quarter hours."""
         device = self._devices[device_id]
         for begin_wall_ms, passed_ms in _pieces(device.since_ms, at_ms, wall_ms):
             hour_s, _ = self._local(begin_wall_ms)
@@ -278,7 +278,7 @@ class Meter:
         quiet: bool,
         utilisation: Mapping[str, int],
     ) -> None:
-        """Book the energy since the last reading to leases and the pool, and start again from zero."""
+        """Book the energy used since the last reading to the leases and the pool, and start again from zero."""
         parts, device.parts = device.parts, {}
         workers = sorted(lease_id for lease_id, part in parts.items() if part.busy_ms)
         idle_mj = min(drawn_mj, (device.idle_mw or 0) * max(0, passed_ms) // 1000)
@@ -329,7 +329,7 @@ class Meter:
 
 
 def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]]:
-    """Yield, for each quarter hour until `wall_ms` (now), its start on the wall clock and the ms that count in it."""
+    """Split the time until now (`wall_ms`) by quarter hours. Yield the start of each piece on the wall clock and its length in ms."""
     while begin_ms < at_ms:
         begin_wall_ms = wall_ms - (at_ms - begin_ms)
         passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
@@ -338,7 +338,7 @@ def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]
 
 
 def _drawn(before_mj: int | None, counter_mj: int | None, power_mw: int | None, passed_ms: int) -> int:
-    """Return the energy used since the counter read `before_mj`, in mJ. Without a counter, estimate it from the present draw."""
+    """Return the energy used since the counter read `before_mj`, in mJ. Without a counter, estimate it from the current draw."""
     by_power = max(0, power_mw or 0) * max(0, passed_ms) // 1000
     if counter_mj is None:
         return by_power

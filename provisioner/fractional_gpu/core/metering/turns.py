@@ -1,8 +1,8 @@
-"""Records the turns of leases on their devices. A turn says when a cell asked for its device, began to run there and stopped.
+"""Records leases' turns on their devices: when a cell asked for its device, began running there, and stopped.
 
-A turn starts when the lease begins to work on its device, after its wait and its resume. It ends with the cell, or when the lease must
-leave. A preempted cell has two turns. The second turn continues the cell, which asks for its device again when the first turn ends. Cells
-that follow each other without a pause can be one turn. The module does no I/O, and `at_ms` never goes back.
+A turn starts when the lease begins to work on its device, after any wait and resume. It ends when the cell ends or the lease has to leave.
+A preempted cell has two turns: it asks for its device again when the first one ends, and the second one continues it. Cells that run back
+to back can form a single turn. The module does no I/O, and `at_ms` never goes back.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from fractional_gpu.core.metering.meter import Holding
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a lease on its devices.
+    """One turn of a lease on its devices.
 
-    `used_mib` is its memory on each device. `use_milli` is how much of a device it uses, in thousandths, or 0 if that is unknown.
+    `used_mib` is its memory on each device. `use_milli` is how much of a device it uses, in thousandths, or 0 if unknown.
     """
 
     lease_id: str
@@ -27,7 +27,7 @@ class Turn:
 
 
 class TurnRecorder:
-    """Records the turns of leases, from their state after each event."""
+    """Records leases' turns, based on their state after each event."""
 
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}
@@ -40,7 +40,8 @@ class TurnRecorder:
     ) -> None:
         """Record the state of a lease after an event.
 
-        `asks` is true if the lease asks for its device, and `busy` if a cell runs or waits. `use_milli` is the learnt use of a device.
+        `asks` is true if the lease is asking for its device, and `busy` if a cell is running or waiting. `use_milli` is how much of a
+        device the lease is known to use, as in `Turn`.
         """
         if asks and lease_id not in self._begun:
             self._asked.setdefault(lease_id, at_ms)

@@ -1,14 +1,14 @@
-"""The meter's figures and how to add them up. They say how much a lease used in an hour, on a device or without one.
+"""Defines the meter's figures and adds them up. They record how much a lease used in an hour, on a device or without one.
 
-All figures are integers and sums. The hourly figures add up exactly to the figures of a day, a user or a pool.
+All figures are integer totals. The hourly figures add up exactly to those of a day, a user or a pool.
 
-- Times (`..._ms`) are times of the lease. If it has several devices, they are counted once, for the first device.
+- Times (`..._ms`) are per lease. If a lease has several devices, they are counted only once, for the first device.
 - Shares (`..._share`) are these times multiplied by the lease's share, in milli-GPU milliseconds. They are counted for each device.
-- `reserved` figures count while the lease has a process, in any state. `held` figures count while it has a reservation on a device, which
-  includes swaps. `busy` figures count while it holds a device and runs a cell. `suspended` figures count while its state is saved in host
+- `reserved` figures accumulate while the lease has a process, in any state; `held` figures while it has a reservation on a device,
+  including during swaps; `busy` figures while it holds a device and runs a cell; and `suspended` figures while its state is saved in host
   memory.
-- `occupied_us` is the device's time, divided by share among the leases that hold the device. While no lease holds it, its time counts for
-  the pool. So for each device, the figures of all leases and of the pool add up to the time that has passed.
+- `occupied_us` is the device's time, divided among the leases that hold the device in proportion to their shares. While no lease holds it,
+  its time is attributed to the pool. So for each device, the figures of all leases and of the pool add up to the time that has passed.
 """
 
 from dataclasses import dataclass, fields
@@ -16,15 +16,15 @@ from typing import NamedTuple, Self
 
 HOUR_MS = 3_600_000
 SHARE_HOUR = 1000 * HOUR_MS
-"""The use of a whole device for an hour, in milli-GPU milliseconds."""
+"""One hour's use of a whole device, in milli-GPU milliseconds."""
 MJ_PER_KWH = 3_600_000_000
 """Millijoules in a kilowatt-hour."""
 ACCOUNTS = ("machine", "hub")
-"""The kinds of accounts that an owner's name can belong to, indexed by `Party.seated`. The same name can exist in both."""
+"""The kinds of accounts an owner's name can belong to, indexed by `Party.seated`. The same name can exist in both."""
 
 
 class UsageKey(NamedTuple):
-    """The lease, device and hour that figures belong to."""
+    """The lease, device, hour and currency of a set of figures."""
 
     hour_s: int  # start of the local hour, seconds since 1970
     lease_id: str  # empty for the pool's own figures, while no lease held the device
@@ -45,7 +45,7 @@ class Party:
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Figures that can be added up. Amounts (`..._milli`) are in thousandths of the currency's unit."""
+    """A set of figures that can be added to others. Amounts (`..._milli`) are in thousandths of the currency unit."""
 
     reserved_ms: int = 0
     held_ms: int = 0
@@ -87,14 +87,14 @@ class UsageRow:
 
     @classmethod
     def of(cls, hour_s: int, currency: str, party: Party, usage: Usage) -> Self:
-        """Return a row that sums up several leases and devices."""
+        """Return a row with the totals for several leases and devices."""
         return cls(UsageKey(hour_s, "", "", currency), party, usage)
 
 
 def divided(total: int, weights: list[int]) -> list[int]:
-    """Divide `total` in proportion to the weights. The parts add up to it, or are all 0 if all weights are 0.
+    """Divide `total` in proportion to the weights. The parts add up to `total`, or are all 0 if all weights are 0.
 
-    The running sum of the parts is rounded down.
+    The running total is rounded down, rather than each part.
     """
     whole = sum(weights)
     if not whole:

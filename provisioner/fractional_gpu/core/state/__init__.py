@@ -1,1 +1,1 @@
-"""The arbiter's state, which consists of leases, devices, accounts and tickets."""
+"""The arbiter's state: leases, devices, accounts and tickets."""

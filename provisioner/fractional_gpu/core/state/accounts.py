@@ -1,12 +1,13 @@
-"""The accounts of owners and groups in each pool. They record leases, to enforce limits, and virtual times, to share fairly.
+"""Keeps accounts for the owners and groups in each pool, to enforce limits on their leases and share devices fairly.
 
 An owner's virtual time in a pool grows by milli-GPU times milliseconds, divided by the owner's weight. It grows while the owner's leases
 are busy or pinned on a device, or hold a reservation for a process that has not started. Each lease also has a virtual time, which is
-compared with those of the owner's other leases. First the owner and then the lease with the least virtual time is chosen. After a pause of
-more than `_PAUSE_MS`, an owner starts at the least virtual time of the contending owners, so that no owner can save up a share (start-time
-fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device is charged nothing, because it makes room for any other lease.
+compared with those of the owner's other leases. Turns go to the owner with the least virtual time and, among that owner's leases, to the
+one with the least. After a pause of more than `_PAUSE_MS`, an owner starts at the least virtual time of the contending owners, so that
+unused time cannot be saved up (start-time fair queueing, Goyal, Vin and Cheng 1996). Idle leases on a device are not charged, because they
+make room for others.
 
-An account without leases is dropped once it equals an empty account. At most `_MOST_FORMER` such accounts are kept.
+An account without leases is dropped once it is no different from a new one. At most `_MOST_FORMER` accounts without leases are kept.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ _PAUSE_MS = 10_000
 
 
 class Accounts:
-    """The accounts of all pools. The function `shares_by_time` returns whether a lease's pool shares by virtual time."""
+    """The accounts in all pools. `shares_by_time` returns whether a lease's pool shares devices by virtual time."""
 
     def __init__(self, shares_by_time: Callable[[Lease], bool]) -> None:
         self._shares_by_time = shares_by_time
@@ -49,7 +50,7 @@ class Accounts:
             group.leases[lease.lease_id] = lease
 
     def close(self, lease: Lease, now_ms: int) -> None:
-        """Remove a lease that has no reservation and no ticket."""
+        """Remove a lease from its accounts. It must not have a reservation or a ticket."""
         spec, owner = lease.spec, self.of(lease)
         del owner.leases[lease.lease_id]
         if spec.group:
@@ -61,7 +62,7 @@ class Accounts:
             self._forget_former(now_ms)
 
     def _forget_former(self, now_ms: int) -> None:
-        """Drop the accounts without leases that equal an empty account. If there are none, drop the oldest beyond `_MOST_FORMER`."""
+        """Drop accounts without leases that look like new ones. If there are none, drop the oldest, keeping `_MOST_FORMER`."""
         former = [key for key, account in self._owners.items() if not account.leases]
         equal = [key for key in former if self._equals_empty(key[0], self._owners[key], now_ms)]
         for key in equal or former[:-_MOST_FORMER]:
@@ -74,7 +75,7 @@ class Accounts:
     # -- shares ----------------------------------------------------------------------------------------------------------
 
     def advance(self, passed_ms: int) -> None:
-        """Add the last `passed_ms` to the virtual times of the leases whose meters run, and of their owners."""
+        """Charge the last `passed_ms` to the leases whose meters are running, and to their owners."""
         for account in self._owners.values():
             for lease in account.contenders.values():
                 if lease.meter.is_running:
@@ -82,13 +83,13 @@ class Accounts:
                     lease.meter.usage += lease.milli * passed_ms
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return two virtual times, the owner's and the lease's. They are compared to share devices fairly."""
+        """Return the owner's and the lease's virtual times, which are used to share devices fairly."""
         return self.of(lease).time_ms, lease.time_ms
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
         """Return the total weight of the contending owners in the lease's pool, and the total weight of its owner's contending leases.
 
-        The totals are never less than the weights of the owner and of the lease.
+        The totals are never less than the weights of the lease's owner and of the lease itself, respectively.
         """
         account = self.of(lease)
         owners = sum(one.weight for one in self._contending(lease.spec.pool))
@@ -96,7 +97,7 @@ class Accounts:
         return max(owners, account.weight), max(own, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Start or stop the lease's meter, and update whether the lease contends. Only pools that share by virtual time need this."""
+        """Start or stop the lease's meter, and update whether the lease is contending. Only pools that share by virtual time need this."""
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # no decision depends on it
@@ -115,7 +116,7 @@ class Accounts:
             self._stop_contending(lease, account, now_ms)
 
     def fall_behind(self, lease: Lease) -> None:
-        """Put the lease's owner behind all contending owners of the pool. The lease had its turn, but its process did not start."""
+        """Put the lease's owner behind the pool's other contending owners, because the lease had its turn but its process did not start."""
         if not self._shares_by_time(lease):
             return
         account = self.of(lease)
@@ -148,7 +149,7 @@ class Accounts:
     def _raise_floor(self, pool: str) -> int:
         """Raise the pool's floor to the least virtual time of its contending owners, and return it.
 
-        The floor never falls, because an owner could otherwise gain by pausing while others pause.
+        The floor never falls. Otherwise, an owner could gain an advantage by pausing while others do.
         """
         least_ms = min((account.time_ms for account in self._contending(pool)), default=0)
         self._floors[pool] = max(self._floors.get(pool, 0), least_ms)
@@ -164,5 +165,5 @@ def _was_absent(since_ms: int | None, now_ms: int) -> bool:
 
 
 def _usage(virtual_ms: int, weight: int) -> int:
-    """Return the smallest usage that gives an account or lease of this weight this virtual time."""
+    """Return the least usage that brings an account or lease with this weight to this virtual time."""
     return -(-virtual_ms * max(1, weight) // UNIT)

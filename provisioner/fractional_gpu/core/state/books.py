@@ -1,8 +1,8 @@
-"""The arbiter's books, which record the pools, devices and leases, and the queue.
+"""Keeps the arbiter's books: its pools, devices, leases and queue.
 
-Only `Books` writes a lease's `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate` and `ticket`. It also writes `busy`, unless
-the lease is emptied or recovered. Most derived values are computed when they are read. Only the leases on each device, the sums of
-unchanged devices and the sums of host memory are stored, and `laws` checks them against recomputed values.
+Only `Books` writes a lease's `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate` and `ticket`. It also writes `busy`, except
+when a lease is emptied or recovered. Most derived values are computed when they are read. The exceptions are the leases on each device, the
+totals for unchanged devices and the host memory totals, which are stored; `laws` checks them against recomputed values.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,12 +38,12 @@ class Books:
         self._number = 0
 
     def recheck_at(self, at_ms: int) -> None:
-        """Schedule a run of the scheduler for `at_ms`, unless an earlier one is scheduled. A time in the past is ignored."""
+        """Schedule a run of the scheduler for `at_ms`, unless an earlier run is already scheduled. Times in the past are ignored."""
         if at_ms > self.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
             self.recheck_ms = at_ms
 
     def is_time(self, at_ms: int | None) -> bool:
-        """Return whether `at_ms` has been reached. If not, schedule a recheck for that time. If it is None, return False."""
+        """Return whether `at_ms` has been reached, and if not, schedule a recheck for that time. Return False if it is None."""
         if at_ms is None:
             return False
         self.recheck_at(at_ms)
@@ -83,16 +83,17 @@ class Books:
         self.refresh(lease)
 
     def set_let_in(self, lease: Lease, *, let_in: bool) -> None:
-        """Set whether room has been given to the lease for a cell that has not started."""
+        """Set whether the lease has been given room for a cell that has not started yet."""
         if lease.let_in != let_in:
             lease.let_in = let_in
             self.refresh(lease)
 
     def see_utilisation(self, lease: Lease, util_milli: int) -> None:
-        """Learn the lease's compute demand from its utilisation over the last period, in thousandths of a device.
+        """Update the lease's compute demand from its utilisation over the last period, in thousandths of a device.
 
-        The running cell is judged by its own samples, because the cells of one kernel differ more than kernels do. While busy leases use
-        the whole device, a lease's demand lies between its sample and the upper bound that `time_slicing` derives from the sample.
+        The running cell is judged by its own samples, because demand varies more from cell to cell than from kernel to kernel. While busy
+        leases use the whole device, a lease's demand lies between its sample and the upper bound that `time_slicing` derives from the
+        sample.
         """
         if lease.occupancy is not OccupancyKind.BUSY:
             return
@@ -110,7 +111,7 @@ class Books:
         self._forget_sums(lease)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
-        """Open or close the lease's gate. `next_cell` is the ticket of the cell that waits at the gate, if any."""
+        """Open or close the lease's gate. `next_cell` is the ticket of the cell waiting at the gate, if any."""
         lease.gate.closed, lease.gate.ticket = closed, next_cell
         self.refresh(lease)
 
@@ -119,7 +120,7 @@ class Books:
         return [lease for lease in self.leases.values() if lease.gate.closed]
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
-        """Set the lease's reservation on each of these devices. If it is 0, only record that the lease was on these devices last."""
+        """Set the lease's reservation on each of these devices. If it is 0, just record that the lease was last on these devices."""
         held_mib = held_mib if device_ids else 0
         for device in self._devices_of(lease):
             if device.spec.device_id not in device_ids or not held_mib:
@@ -131,14 +132,14 @@ class Books:
         self.refresh(lease)
 
     def set_strangers(self, device: Device, stranger_mib: int) -> None:
-        """Set how much of a device's memory is used without a reservation, and recompute which part of it belongs to leases."""
+        """Set how much of a device's memory is in use without a reservation, and recompute how much of that leases are using."""
         device.stranger_mib = stranger_mib
         for lease in self.in_state(LeaseState.NO_CONTEXT):
             if device.spec.device_id in lease.device_ids:
                 self.note_unreserved(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
-        """Update how much of the memory that is used without a reservation belongs to this lease, which has no reservation."""
+        """Update how much memory this lease uses on each device without a reservation. It can't exceed the total that is used that way."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
 
@@ -149,15 +150,14 @@ class Books:
         self.spread_saved(lease)
 
     def spread_saved(self, lease: Lease) -> None:
-        """Compute the reservation per device for saved state. It is divided equally, because each device's part is unknown."""
+        """Compute how much to reserve on each device for saved state. It is divided equally, because the actual shares are unknown."""
         lease.saved_each_mib = self._fitting_mib(lease, -(-lease.saved_mib // lease.count))
         lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
 
     def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
-        """Return the reservation per device for a lease that needs `each_mib` there.
+        """Return how much to reserve on each device for a lease that needs `each_mib` there.
 
-        A kernel that grew into the device's overhead needs more than can be reserved, but must be able to resume. It gets all that can be
-        reserved.
+        A kernel that has grown into the device's overhead needs more than can be reserved. It gets as much as possible so it can resume.
         """
         if not lease.saved_mib:
             return each_mib
@@ -174,7 +174,7 @@ class Books:
         self.refresh(lease)
 
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return the reservation per device at this size, in MiB. It is the cap, or the used (or saved) memory plus headroom."""
+        """Return the reservation per device for this spec, in MiB. It is the cap, or the used (or saved) memory plus headroom."""
         pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
         if self.reserves_cap(lease):
             return max(spec.reserve_mib, lease.saved_each_mib)
@@ -182,7 +182,7 @@ class Books:
         return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
 
     def reserves_cap(self, lease: Lease) -> bool:
-        """Return whether the lease reserves its whole cap, by its pool's policy or because it has several devices."""
+        """Return whether the lease reserves its whole cap, either because its pool's policy says so or because it has several devices."""
         return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
 
     def revoke(self, lease: Lease, ends_ms: int) -> None:
@@ -191,12 +191,12 @@ class Books:
         self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Reinstate a revoked lease on a new seat. `spec` differs from the old one only in the seat."""
+        """Reinstate a revoked lease on a new seat. `spec` differs from the old spec only in the seat."""
         lease.spec, lease.ends_ms = spec, None
         self.refresh(lease)
 
     def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Set a spec that differs from the old one only in priority. The ticket keeps its age."""
+        """Replace the spec with one that differs only in priority. The ticket keeps its age."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             own = ticket.resize_to is lease.spec
@@ -206,7 +206,7 @@ class Books:
         lease.spec = spec
 
     def refresh(self, lease: Lease) -> None:
-        """Recompute the sums of the lease's devices when they are next read, and update its meter. Call this after each change."""
+        """Invalidate the sums of the lease's devices, and update its meter. Call this after each change to the lease."""
         self._forget_sums(lease)
         self.accounts.meter(lease, self.now_ms)
 
@@ -219,7 +219,7 @@ class Books:
         return [self.devices[one] for one in lease.occupied_ids if one in self.devices]
 
     def advance(self, now_ms: int) -> None:
-        """Advance the clock, and count for how long leases have used or held devices since the last event."""
+        """Advance the clock, and record how long leases have used or held devices since the last event."""
         passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
         if not passed_ms:
             return
@@ -241,11 +241,11 @@ class Books:
         return [device for device in self.devices.values() if device.draining]
 
     def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
-        """Return whether a device of the lease has a drain deadline. With `later`, only deadlines in the future count."""
+        """Return whether any of the lease's devices has a drain deadline. With `later`, ignore deadlines that have passed."""
         return any(not later or at_ms > self.now_ms for at_ms in self._deadlines_ms(lease))
 
     def deadline_ms(self, lease: Lease) -> int | None:
-        """Return the earliest future deadline of the devices where the lease has a reservation, or None."""
+        """Return the earliest future drain deadline of the devices where the lease has a reservation, or None."""
         if not lease.held_mib:
             return None
         return min((at_ms for at_ms in self._deadlines_ms(lease) if at_ms > self.now_ms), default=None)
@@ -255,13 +255,13 @@ class Books:
         return [device.deadline_ms for device in there if device.deadline_ms is not None]
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return two virtual times, the owner's and the lease's. They are compared to share devices fairly."""
+        """Return the owner's and the lease's virtual times, which are used to share devices fairly."""
         return self.accounts.share(lease)
 
     # -- pools and devices -----------------------------------------------------------------------------------------------
 
     def add_device(self, device: Device) -> None:
-        """Add a device, and count the leases that were recovered on it earlier."""
+        """Add a device, along with any leases already recovered on it."""
         device_id = device.spec.device_id
         self.devices[device_id] = device
         for lease in self.leases.values():
@@ -269,7 +269,7 @@ class Books:
                 device.holders[lease.lease_id] = lease
 
     def configure(self, pool: PoolSpec) -> None:
-        """Add a pool, or replace the policy of a pool that exists."""
+        """Add a pool, or replace the policy of an existing one."""
         self.pools[pool.name] = pool
         for lease in self.leases.values():
             lease.size_mib = self.reserve_mib(lease, lease.spec)
@@ -302,7 +302,7 @@ class Books:
         return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
 
     def shares_by_time(self, lease: Lease) -> bool:
-        """Return whether the lease's pool divides the time on its devices fairly among owners."""
+        """Return whether the lease's pool divides device time fairly among owners."""
         return self.policy(lease).preempt_equals
 
     # -- the queue -------------------------------------------------------------------------------------------------------
@@ -312,10 +312,10 @@ class Books:
         return {lease.spec.pool for lease in self.waiting.values()}
 
     def line(self, pool: str) -> list[Lease]:
-        """Return the pool's waiting leases in the order that users see: by priority, then by urgency, then by age.
+        """Return the pool's waiting leases in the order shown to users: by priority, then urgency, then age.
 
-        A pool that shares by virtual time compares virtual times before ages. The order of service can differ: moving leases are
-        served first, and some tickets for which room is kept are served earlier (`Turns`).
+        Pools that share by virtual time compare it before age. Leases may be served in a different order: those being moved come first, and
+        some tickets with room kept for them are served earlier (see `Turns`).
         """
         return sorted([lease for lease in self.waiting.values() if lease.spec.pool == pool], key=self._rank)
 
@@ -328,7 +328,7 @@ class Books:
         return -lease.spec.priority, not ticket.urgent, by_share, owner, own, ticket.order
 
     def enqueue(self, lease: Lease, ticket: Ticket) -> None:
-        """Add a lease without a ticket to the queue."""
+        """Add a lease to the queue with this ticket. It must not have a ticket yet."""
         lease.ticket = ticket
         self.waiting[lease.lease_id] = lease
         # Until it is first measured while busy, its demand is its pool's mean.

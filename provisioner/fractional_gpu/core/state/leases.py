@@ -1,4 +1,4 @@
-"""The records in the books: operations, tickets, accounts, leases and devices.
+"""Defines the records kept in the books: operations, tickets, accounts, leases and devices.
 
 `Books` writes the fields that sums depend on: state, reservations, host memory, gates and `busy`. `Accounts` writes accounts and meters.
 Derived values are properties.
@@ -27,7 +27,7 @@ _INEXACT_PARTS = 8  # the driver's measurement error: one part in this many
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A suspend or resume in progress. Its result is used only if operation, lease, kind and generation match."""
+    """A suspend or resume in progress. Its result is used only if the operation, lease, kind and generation all match."""
 
     operation_id: int
     lease_id: str
@@ -38,7 +38,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a ticket waits or a request is refused, with a code, a sentence for people and the leases in the way."""
+    """The reason a ticket is waiting or a request is refused: a code, a human-readable sentence and the leases in the way."""
 
     code: str
     sentence: str
@@ -57,7 +57,7 @@ class OccupancyKind(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class ShownForecast:
-    """The forecast of a wait that was shown last. It is only for display (`ForecastRecorder`), and no decision depends on it."""
+    """The wait forecast that was last shown. It is for display only (`ForecastRecorder`); no decision depends on it."""
 
     since_ms: int  # when the wait, or the resume that ends it, started
     until_ms: int  # the upper end of the forecast
@@ -90,13 +90,13 @@ class Ticket:
 
     @property
     def is_due(self) -> bool:
-        """Whether the ticket precedes the other tickets of its priority."""
+        """Whether the ticket takes precedence over other tickets of the same priority."""
         return self.waited_long or self.is_promised
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
-    """The account of an owner or group in one pool. It records leases and pins, to enforce limits, and use, to share fairly."""
+    """An owner's or group's account in one pool. It tracks leases and pins to enforce limits, and usage to share devices fairly."""
 
     name: str
     leases: dict[str, "Lease"] = field(default_factory=dict)
@@ -109,14 +109,14 @@ class Account:
     pinned_at_ms: int = 0  # when `pinned_ms` was computed
 
     def spent_pin_ms(self, pool: PoolSpec, now_ms: int) -> int:
-        """Return how much of the pin budget is used up, in ms. Used time is restored evenly over a day."""
+        """Return how much of the pin budget is used up, in ms. The budget refills evenly over a day."""
         passed_ms = now_ms - self.pinned_at_ms
         back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // DAY_MS
         return max(0, self.pinned_ms - back_ms)
 
     @property
     def milli(self) -> int:
-        """The sum of the fractions of the account's leases, in milli-GPU."""
+        """The total size of the account's leases, in milli-GPU."""
         return sum(lease.milli for lease in self.leases.values())
 
     @property
@@ -129,18 +129,18 @@ class Account:
 
     @property
     def time_ms(self) -> int:
-        """The owner's virtual time, which is compared with that of the pool's other owners."""
+        """The owner's virtual time, for comparison with the pool's other owners."""
         return self.usage * UNIT // self.weight
 
     @property
     def busy_milli(self) -> int:
-        """The total milli-GPU of the leases for which the account is charged now."""
+        """The total milli-GPU of the leases currently being charged to the account."""
         return sum(lease.milli for lease in self.contenders.values() if lease.meter.is_running)
 
 
 @dataclass(slots=True, eq=False)
 class UsageMeter:
-    """How much a lease has used devices, to compute fair shares. Only `Accounts` writes it."""
+    """A lease's device usage, for computing fair shares. Only `Accounts` writes it."""
 
     usage: int = 0  # milli-GPU times milliseconds that the lease was busy on a device
     is_running: bool = False  # it is busy on a device now
@@ -148,13 +148,13 @@ class UsageMeter:
 
 
 def pause_ms(failures: int, longest_ms: int) -> int:
-    """Return the pause before the next attempt at a suspend or resume, in ms. It doubles with each failure."""
+    """Return how long to wait before retrying a suspend or resume, in ms. The wait doubles with each failure."""
     return min(_FIRST_PAUSE_MS << min(failures, _MOST_DOUBLINGS), longest_ms)
 
 
 @dataclass(slots=True, eq=False)
 class SwapRetries:
-    """The failed suspends and resumes of a lease, and when to try again. `OperationResults` and `Changes` write it."""
+    """A lease's failed suspends and resumes, and when to try again. `OperationResults` and `Changes` write it."""
 
     suspend_after_ms: int = 0  # the lease is not chosen for a suspend before this
     aborted_suspends: int = 0  # in a row
@@ -180,7 +180,7 @@ class CacheShrink:
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """The gate, which holds back a resident lease's next cell while an older ticket needs the room (see `queue`). `Books` writes it."""
+    """A gate that holds back a resident lease's next cell while an older ticket needs the room (see `queue`). `Books` writes it."""
 
     closed: bool = False  # the next cell must ask before it runs
     open_until_ms: int = 0  # the gate does not close for others before this
@@ -189,7 +189,7 @@ class Gate:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Expectation:
-    """The signs that a lease's next cell will come soon. `Expectations` writes it."""
+    """The signs that a lease will run its next cell soon. `Expectations` writes it."""
 
     until_ms: int  # when it lapses
     best: Sign  # the strongest sign
@@ -199,7 +199,7 @@ class Expectation:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease:
-    """A lease, with what its kernel requested and what the lease holds now."""
+    """A lease: what its kernel requested, and what it holds now."""
 
     spec: LeaseSpec
     number: int = 0  # in the order of admission
@@ -263,7 +263,7 @@ class Lease:
         self.lease_id = self.spec.lease_id
 
     def forget_shrinking(self) -> None:
-        """Reset what was learnt about the lease's caches."""
+        """Forget what is known about the lease's caches."""
         shrink = self.shrink
         shrink.is_requested, shrink.succeeded, shrink.host_floor_mib = False, None, 0
 
@@ -291,7 +291,7 @@ class Lease:
 
     @property
     def counted_milli(self) -> int:
-        """The compute demand of a lease that is busy or has room for a cell, in thousandths of a device, and otherwise 0."""
+        """The lease's compute demand if it is busy or has been given room for a cell, in thousandths of a device. Otherwise 0."""
         if self.occupancy is OccupancyKind.BUSY:
             return self.busy_milli
         is_coming = self.let_in and self.held_mib and self.state in (LeaseState.RESIDENT, LeaseState.RESUMING)
@@ -299,20 +299,20 @@ class Lease:
 
     @property
     def resting_milli(self) -> int:
-        """The compute demand of an idle lease for its next cell, a fraction of its full demand, in thousandths of a device."""
+        """The compute demand to expect from an idle lease, in thousandths of a device. It is a fraction of the lease's full demand."""
         return self.demand_milli // _RESTING_PARTS if self.occupancy is OccupancyKind.IDLE and not self.let_in else 0
 
     @property
     def busy_milli(self) -> int:
         """The compute demand of the lease while it is busy, in thousandths of each of its devices.
 
-        This comes from the running cell's samples if there are any, and otherwise from what was learnt before.
+        It is based on the running cell's samples if there are any, otherwise on what was learnt from earlier cells.
         """
         return self.demand_milli if self.cell_milli is None else self.cell_milli
 
     @property
     def is_working(self) -> bool:
-        """Whether a cell runs. A lease whose cell waits at its closed gate is busy but not working."""
+        """Whether a cell is running. A lease with a cell waiting at its closed gate is busy but not working."""
         return self.busy and self.gate.ticket is None
 
     @property
@@ -326,18 +326,18 @@ class Lease:
 
     @property
     def home_id(self) -> str | None:
-        """The first of the devices from which the lease's memory was saved."""
+        """The first of the devices that the lease's memory was saved from."""
         return self.home_ids[0] if self.home_ids else None
 
     @property
     def is_growing(self) -> bool:
-        """Whether the lease waits for more room on the devices that it has."""
+        """Whether the lease is waiting for more room on its current devices."""
         here = self.state is LeaseState.RESIDENT or (self.state is LeaseState.UNATTACHED and self.held_mib > 0)
         return here and self.ticket is not None and self.ticket.resize_to is not None
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether the lease's ticket waits only for room. This is false while the lease is in an operation or in quarantine."""
+        """Whether the lease's ticket is waiting for nothing but room. False while the lease is being swapped or is in quarantine."""
         if self.ticket is None:
             return False
         if self.state is LeaseState.UNATTACHED and not self.held_mib:
@@ -346,7 +346,7 @@ class Lease:
 
     @property
     def ask_mib(self) -> int:
-        """The memory that the lease's ticket needs on each device, in MiB. If the lease grows in place, it needs only the growth."""
+        """The memory the lease's ticket needs on each device, in MiB. If the lease is growing in place, this is only the growth."""
         return self.ticket.extra_mib if self.ticket is not None and self.is_growing else self.need_mib
 
     @property
@@ -355,17 +355,17 @@ class Lease:
 
     @property
     def count(self) -> int:
-        """The number of the lease's devices."""
+        """How many devices the lease needs at once."""
         return len(self.home_ids) or self.spec.devices
 
     @property
     def milli(self) -> int:
-        """The lease's size for limits and shares, in milli-GPU."""
+        """The lease's size as used for limits and shares, in milli-GPU."""
         return self.spec.fraction_milli * self.spec.devices
 
     @property
     def time_ms(self) -> int:
-        """The lease's virtual time, which is compared with that of its owner's other leases."""
+        """The lease's virtual time, for comparison with its owner's other leases."""
         return self.meter.usage * UNIT // max(1, self.spec.weight)
 
     @property
@@ -375,9 +375,9 @@ class Lease:
 
     @property
     def need_mib(self) -> int:
-        """The memory that must be free on each device before the lease gets room there, in MiB.
+        """The memory that must be free on each device before the lease can be given room there, in MiB.
 
-        This is the memory that would be reserved, or what the saved state needs if that is more.
+        This is the memory that would be reserved, or the amount needed for the saved state if that is more.
         """
         if self.bound_ids:
             return max(1, self.size_mib - self.unreserved_mib)
@@ -385,14 +385,14 @@ class Lease:
 
     @property
     def used_each_mib(self) -> int:
-        """The memory that the lease uses on each device, in MiB. The total is divided equally among its devices."""
+        """The memory the lease uses on each device, in MiB. The total is divided equally among its devices."""
         return self.used_mib if self.count == 1 else -(-self.used_mib // self.count)
 
     @property
     def host_need_mib(self) -> int:
         """The host memory that a suspend is expected to need, in MiB.
 
-        This is the last measured use, or the reservation if nothing was measured. It is at least what an earlier suspend found.
+        This is the last measured use, or the reservation if nothing was measured, but at least what an earlier suspend turned out to need.
         """
         need_mib, floor_mib = self.used_mib, self.shrink.host_floor_mib
         if not need_mib:  # it has a reservation, so reserve something for its state, too
@@ -401,11 +401,11 @@ class Lease:
 
     @property
     def host_margin_mib(self) -> int:
-        """The host memory to reserve beyond `host_need_mib` if the host has room, so that the suspend does not fail if the estimate is low.
+        """The host memory to reserve beyond `host_need_mib` if the host has room, so that a low estimate doesn't make the suspend fail.
 
-        A lease might use more by the time it is locked. The margin covers small allocations (`HOST_MARGIN_MIB`), allocations that grow with
-        the data (one part in `HOST_MARGIN_PARTS`) and, while the lease is busy, the growth between two measurements. No margin is needed
-        for a size that was counted under locks (`host_floor_mib`) or after the caches were freed.
+        A lease might be using more by the time it is locked. The margin covers small allocations (`HOST_MARGIN_MIB`), allocations that grow
+        with the data (one part in `HOST_MARGIN_PARTS`) and, while the lease is busy, its growth between the last two measurements. No
+        margin is needed for a size that was measured while the lease was locked (`host_floor_mib`) or after its caches were freed.
         """
         need_mib = self.host_need_mib
         if self.shrink.succeeded or need_mib == self.shrink.host_floor_mib:
@@ -418,7 +418,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class EarlySwap:
-    """A suspend or resume for an expected cell. It is wasted if the cell does not follow."""
+    """A suspend or resume in anticipation of a cell. It is wasted if the cell never comes."""
 
     lease_id: str  # the lease whose cell is expected
     at_ms: int
@@ -427,7 +427,7 @@ class EarlySwap:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Totals over a device's leases, and the memory that remains."""
+    """Totals for a device's leases, and the remaining memory."""
 
     reserved_mib: int
     free_mib: int
@@ -471,19 +471,19 @@ class Device:
         return self.known_sums
 
     def mib(self, kind: OccupancyKind) -> int:
-        """Return the total reservation of leases of this occupancy, in MiB."""
+        """Return the total memory reserved by leases with this kind of occupancy, in MiB."""
         return self.sums.mib[kind]
 
     @property
     def lease_capacity_mib(self) -> int:
-        """The memory that a single lease could reserve, in MiB."""
+        """The most memory that a single lease could reserve, in MiB."""
         return self.spec.leasable_mib - self.stranger_mib
 
     @property
     def free_mib(self) -> int:
-        """The memory that is left for leases, in MiB.
+        """The memory left for leases, in MiB.
 
-        It is negative if the device is over-committed, and at most 0 if the device is lost or one lease has all of it.
+        It is negative if the device is over-committed, and at most 0 if the device is lost or a lease has exclusive use of it.
         """
         return self.sums.free_mib
 
@@ -492,7 +492,7 @@ class Device:
         return self.free_mib + self.mib(OccupancyKind.IDLE) + self.mib(OccupancyKind.SUSPENDING)
 
     def most_needed_milli(self, seen_milli: int) -> int:
-        """Return an upper bound on a busy lease's demand from a sample, `seen_milli`. Unless the device is full, this is the sample."""
+        """Return an upper bound on a busy lease's demand, given the sample `seen_milli`. It is the sample unless the device is full."""
         busy = [lease for lease in self.holders.values() if lease.occupancy is OccupancyKind.BUSY]
         if len(busy) < 2:
             return seen_milli

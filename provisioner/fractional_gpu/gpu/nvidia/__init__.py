@@ -1,1 +1,1 @@
-"""NVIDIA devices. `monitor` reads them through NVML, `checkpointer` controls processes, and `support` lists the supported releases."""
+"""Supports NVIDIA devices: `monitor` reads them through NVML, `checkpointer` controls processes, `support` lists supported releases."""

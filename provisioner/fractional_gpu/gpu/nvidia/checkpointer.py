@@ -1,11 +1,11 @@
-"""Controls the CUDA state of other processes through the driver's checkpoint calls.
+"""Controls other processes' CUDA state through the driver's checkpoint calls.
 
-- Use this only in a separate process, because a call can hang. Clean its environment first (`driver_environment`), because a move must name
-  every device, and a variable can hide some.
-- The driver is asked only about processes that map its library. For other processes the answer depends on the driver's release.
-- Thread ids are refused, and processes that have ended are reported as NO_SUCH_PROCESS. Only the caller, which holds a pidfd, can make sure
+- Use this only in a separate process, because calls can hang. Clean that process's environment first (`driver_environment`): a move must
+  name every device, and environment variables can hide some.
+- We query the driver only about processes that map its library. For other processes, its answer depends on the driver release.
+- Thread ids are rejected, and processes that have ended are reported as NO_SUCH_PROCESS. Only the caller, which holds a pidfd, can be sure
   that a pid still belongs to the intended process.
-- A lock always has a time limit. Without one, the driver would wait forever.
+- Locks always have a time limit. Without one, the driver would wait forever.
 """
 
 import importlib
@@ -88,10 +88,10 @@ _FABRIC_MANAGER: Final = "on an HGX host, it needs the fabric manager: `systemct
 
 
 class NvidiaCheckpointer:
-    """The `Checkpointer` for NVIDIA devices. It is not thread-safe: a host may run only one operation at a time.
+    """The `Checkpointer` for NVIDIA devices. Not thread-safe: a host may run only one operation at a time.
 
-    Raises GPUError: NOT_SUPPORTED if the bindings are missing or the driver is too old, and NO_SUCH_DEVICE if there is no device. `driver`
-    and `has_driver` are for tests.
+    The constructor raises GPUError: NOT_SUPPORTED if the bindings are missing or the driver is too old, and NO_SUCH_DEVICE if there is no
+    device. `driver` and `has_driver` are for tests.
     """
 
     def __init__(self, *, driver: ModuleType | None = None, has_driver: Callable[[int], bool] | None = None) -> None:
@@ -160,7 +160,7 @@ class NvidiaCheckpointer:
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
         """Change the state from CHECKPOINTED to LOCKED. `moves` maps old device ids to new ones.
 
-        Raises GPUError. OUT_OF_MEMORY is fatal to the process. After NO_SUCH_DEVICE or NOT_SUPPORTED the process is still CHECKPOINTED.
+        Raises GPUError. OUT_OF_MEMORY is fatal to the process. After NO_SUCH_DEVICE or NOT_SUPPORTED, the process is still CHECKPOINTED.
         Raises ValueError if `moves` maps two devices to the same one.
         """
         moving = {_plain(old): _plain(new) for old, new in (moves or {}).items() if _plain(old) != _plain(new)}
@@ -282,7 +282,7 @@ def _check(pid: int) -> None:
 
 
 def _maps_driver(pid: int) -> bool:
-    """Return whether a process maps the driver's library, without which it has no CUDA state. Return True if its maps are unreadable."""
+    """Return whether a process maps the driver's library, as any process with CUDA state must. Return True if its maps are unreadable."""
     return maps(pid, lambda path: path.rpartition("/")[2].startswith("libcuda.so"), unreadable=True)
 
 
@@ -305,7 +305,7 @@ def _plain(device_id: str) -> str:
 
 
 def _permutation(moving: Mapping[str, str], devices: Iterable[str]) -> dict[str, str]:
-    """Extend `moving` to a permutation of all devices. A target that does not itself move is mapped to a device that became free."""
+    """Extend `moving` to a permutation of all devices. Targets that do not move themselves are mapped to vacated devices."""
     still = [device for device in devices if device not in moving]
     taken = set(moving.values())
     displaced = [device for device in still if device in taken]

@@ -1,7 +1,7 @@
-"""Checkpoint jobs, with which the driver can checkpoint a process that has running forked children.
+"""Supports checkpoint jobs, which let the driver checkpoint a process whose forked children are still running.
 
-When a program starts, its variable `CUDA_CHECKPOINT_JOB_FILE` names the job's file. Callers of the checkpoint API name the same file. It is
-a memfd of the program, which the program's forked children inherit. Operations on the processes of one job must not overlap.
+A program starts with the job file's path in the environment variable `CUDA_CHECKPOINT_JOB_FILE`, and callers of the checkpoint API set it
+to the same file. The file is a memfd that the program's forked children inherit. Operations on a job's processes must not overlap.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Final
 
 JOB_FILE: Final = "CUDA_CHECKPOINT_JOB_FILE"
 REQUEST: Final = "JUPYTER_GPU_CHECKPOINT_JOB"
-"""This variable is set in the environment of a program that is to start in a job."""
+"""Setting this environment variable makes a program start in a job."""
 
 NAME: Final = "cuda-checkpoint-job"
 _LINK: Final = f"/memfd:{NAME} (deleted)"
@@ -19,7 +19,7 @@ _LINK: Final = f"/memfd:{NAME} (deleted)"
 
 @contextmanager
 def job_of(pid: int) -> Iterator[None]:
-    """During the block, set the job-file variable of this process to the job file of `pid`, if that process has one."""
+    """During the block, point this process's job-file variable at the job file of process `pid`, if it has one."""
     descriptor = _open_job(pid)
     if descriptor is None:
         yield

@@ -1,7 +1,6 @@
-"""Memory limits on control groups, enforced by the driver. NVML has these calls since release 615, for control groups of version 2.
+"""Sets driver-enforced memory limits on control groups. NVML has supported this since release 615, for version 2 control groups.
 
-Setting a limit requires root. A limit applies to all device memory of the processes in the group and in the groups below it, including
-CUDA contexts.
+Setting a limit requires root. A limit covers all device memory (including CUDA contexts) used by the group and the groups below it.
 """
 
 import importlib
@@ -20,7 +19,7 @@ _OLD_BINDINGS: Final = "the installed nvidia-ml-py has no memory limits: pip ins
 
 
 class NvidiaMemoryLimits:
-    """The `MemoryLimits` for NVIDIA devices, used by the checkpoint worker. Raises GPUError if NVML cannot be initialised."""
+    """The `MemoryLimits` for NVIDIA devices, used by the checkpoint worker. The constructor raises GPUError if NVML can't be started."""
 
     def __init__(self, nvml: ModuleType | None = None) -> None:
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml

@@ -1,13 +1,14 @@
 """Reads NVIDIA devices through NVML. Creates no CUDA context and needs no privileges.
 
 A missing library, driver or device is not an error: `devices()` returns an empty list, and `why_none` explains why. Each call tries again,
-so a driver that is loaded later is found. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG
-mode, `devices()` lists the instances. For instances, activity, power and energy are missing, because NVML does not document them. The
-memory that the driver reserves counts neither as available nor as used.
+so a driver loaded later is found. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG mode,
+`devices()` lists its instances. Activity, power and energy are not available for instances, because NVML does not document them. Memory
+reserved by the driver counts as neither available nor used.
 
-The hard part is the driver's utilisation samples. For each process, the driver returns one sample: the mean rate since the requested time,
-with the time stamp of the newest sample. (Seen with driver 580 on an H200, which samples every 0.2 s or so and remembers 14 s.) So a
-process that worked only at the beginning seems to work until now. `activity` therefore requests only the time since its last request.
+The driver's utilisation samples are the hard part. For each process, the driver returns a single sample: the mean rate since the requested
+time, stamped with the time of the newest sample. (Observed with driver 580 on an H200, which samples about every 0.2 s and keeps 14 s of
+samples.) A process that worked only at the start of the period therefore seems to have worked until now, so `activity` requests only the
+time since its previous request.
 """
 
 import importlib
@@ -90,7 +91,7 @@ _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_
 
 
 class _Sample(NamedTuple):
-    """How much a process used a device until `stamp_us` (on the wall clock). `rates` are in percent; the first one is compute."""
+    """How heavily a process used a device up to `stamp_us` (wall-clock time). `rates` are percentages; the first one is for compute."""
 
     pid: int
     stamp_us: int
@@ -102,7 +103,7 @@ class _Sample(NamedTuple):
 
 
 class NvidiaMonitor:
-    """The `Monitor` for NVIDIA devices. It is thread-safe. The arguments are for tests."""
+    """The `Monitor` for NVIDIA devices. Thread-safe. The constructor's arguments are for tests."""
 
     kind: Final = "nvidia"
 
@@ -248,15 +249,15 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock was set since the last reading of the device. `known` has `_steps` at that reading, by device."""
+        """Return whether the wall clock has been set since the device was last read. `known` maps each device to `_steps` at that time."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
 
     def _samples(self, since_us: int, handle: object) -> list[_Sample] | None:
-        """Return the samples of listed processes since `since_us` (on the wall clock), or None if the device does not support samples.
+        """Return the listed processes' samples since `since_us` (wall-clock time), or None if the device does not support samples.
 
-        In a pid namespace, samples have the host's pids, so only samples of listed processes count.
+        Inside a pid namespace, samples contain the host's pids, so samples for pids that are not listed are dropped.
         """
         try:
             samples = self._read_samples(since_us, handle)
@@ -305,12 +306,12 @@ class NvidiaMonitor:
         )
 
     def _busy_percent(self, handle: object) -> int | None:
-        """Return how busy the device was in the last second or less, in percent. Return None if the value is missing or implausible."""
+        """Return how busy the device was over the last second or less, in percent, or None if the value is missing or implausible."""
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return int(rates.gpu) if rates is not None and 0 <= int(rates.gpu) <= _FULL else None
 
     def _read(self, device_id: str, read: Callable[[object], T]) -> T:
-        """Call `read` with the cached handle of the device. After an error, retry with a new handle, in case the cached one is stale."""
+        """Call `read` with the device's cached handle. If that fails, retry with a new handle, in case the cached one is stale."""
         handles = self._handles
         kept = handles.get(device_id)
         if kept is not None:
@@ -335,7 +336,7 @@ class NvidiaMonitor:
         return {"CUDA_VISIBLE_DEVICES": device_id or ""}
 
     def close(self) -> None:
-        """Shut NVML down. This method is idempotent, and a later call of another method starts NVML again."""
+        """Shut down NVML. Idempotent; calling another method afterwards starts NVML again."""
         with self._starting:
             if self._started:
                 self._started = False
@@ -406,7 +407,7 @@ class NvidiaMonitor:
         return int(memory.total), int(memory.used)
 
     def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
-        """Yield the processes by kind. MPS clients come first, because NVML also lists them as compute processes."""
+        """Yield the processes grouped by kind, MPS clients first, because NVML also lists those as compute processes."""
         yield ProcessKind.MPS, self._optional("nvmlDeviceGetMPSComputeRunningProcesses", handle) or []
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         yield ProcessKind.GRAPHICS, self._optional("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
@@ -423,7 +424,7 @@ def translated(nvml: ModuleType, doing: str) -> Iterator[None]:
 
 
 def _process_of(number: int) -> int:
-    """Return the pid for a pid or a thread id. Drivers before 575.57 report the thread that created the context."""
+    """Return the pid of the process with this pid or thread id. Drivers before 575.57 report the thread that created the context."""
     try:
         return thread_group(number)
     except (ProcessLookupError, PermissionError, ValueError):

@@ -1,8 +1,8 @@
-"""The supported releases of NVIDIA's driver and bindings, and the messages about unsupported ones.
+"""Lists the supported releases of NVIDIA's driver and bindings, and explains why others are refused.
 
 Driver 570 (CUDA 12.8) introduced the checkpoint calls, and driver 580 (CUDA 13.0) can move saved state to another device. We refuse
-releases that are reported to lose a kernel's state. We also refuse machines other than x86-64, because few drivers can checkpoint there. We
-warn about releases that are reported to hang.
+releases reported to lose a kernel's state, and machines other than x86-64, because few drivers can checkpoint there. We warn about releases
+reported to hang.
 """
 
 import platform
@@ -49,7 +49,7 @@ def sharing_advice(index: int) -> str:
 
 
 def driver_refusal(version: str, *, machine: str | None = None) -> str:
-    """Return the reason why this driver is not used for checkpoints on this machine type (`platform.machine()`), or ""."""
+    """Return why this driver is not used for checkpoints on this machine type (`platform.machine()`), or "" if it is."""
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
         return f"NVIDIA's driver does not checkpoint on most {machine} machines: use an x86-64 one"
@@ -70,13 +70,13 @@ def driver_warnings(version: str) -> tuple[str, ...]:
 
 
 def saves_children(version: str) -> bool:
-    """Return whether this driver release can checkpoint a process with forked children if the process is in a checkpoint job."""
+    """Return whether this driver release can checkpoint a process with forked children, provided it is in a checkpoint job."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _FIRST_JOBS
 
 
 def moving_refusal(version: str) -> str:
-    """Return the reason why this driver release, or the bindings, cannot restore to another device, or ""."""
+    """Return why this driver release or the bindings cannot restore to another device, or "" if they can."""
     major = re.match(r"\d+", version)
     if major is None or int(major[0]) < _FIRST_MOVING_DRIVER:
         return f"the NVIDIA driver {version} can only restore kernels on their old device: install {_FIRST_MOVING_DRIVER} or newer"
@@ -91,7 +91,7 @@ def moving_refusal(version: str) -> str:
 
 
 def why_no_bindings() -> str:
-    """Return the reason why the CUDA bindings cannot be used, and what to do about it, or "". Does not import the bindings."""
+    """Return why the CUDA bindings cannot be used and what to do about it, or "" if they can be. Does not import the bindings."""
     try:
         version = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
@@ -100,7 +100,7 @@ def why_no_bindings() -> str:
 
 
 def bindings_refusal(version: str) -> str:
-    """Return the reason why this release of cuda-bindings cannot be used, and what to do about it, or ""."""
+    """Return why this release of cuda-bindings cannot be used and what to do about it, or "" if it can be."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _FIRST_BINDINGS:
         first = ".".join(map(str, _FIRST_BINDINGS))

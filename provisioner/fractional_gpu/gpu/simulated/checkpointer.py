@@ -1,9 +1,9 @@
-"""Controls the simulated CUDA state of other processes. This is the `Checkpointer` for the simulated host.
+"""Controls other processes' simulated CUDA state. This is the `Checkpointer` for the simulated host.
 
-It uses the same states and error codes as the driver. A restore without enough device memory raises OUT_OF_MEMORY, and the process has then
-failed permanently: later restores raise OPERATING_SYSTEM, and other operations raise ILLEGAL_STATE. A real failure, such as a full disk,
-raises OPERATING_SYSTEM and does not change the process. An operation copies the bytes, commits, and then empties the source, so `settle`
-can undo an operation that was killed.
+It uses the same states and error codes as the driver. Restoring without enough device memory raises OUT_OF_MEMORY and permanently marks the
+process as failed: later restores raise OPERATING_SYSTEM, and other operations raise ILLEGAL_STATE. A real failure, such as a full disk,
+raises OPERATING_SYSTEM and leaves the process unchanged. Operations copy the bytes, commit, and then empty the source, so `settle` can undo
+an operation that was killed.
 """
 
 import errno
@@ -178,7 +178,7 @@ class SimulatedCheckpointer:
         return target
 
     def _reserve(self, process: Process, target: Device) -> None:
-        """Reserve memory on the target device. If there is too little, mark the process as failed permanently, as the driver does."""
+        """Reserve memory on the target device. If there isn't enough, mark the process as permanently failed, as the driver does."""
         reap(self._store)
         with self._store.transaction() as db:
             used = int(db.execute(HELD, (target.device_id,)).fetchone()[0])
@@ -213,10 +213,7 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
 
 
 def _copy(source: Path, target: Path, size: int, *, charged_to: int | None = None) -> None:
-    """Copy a file, keeping its holes.
-
-    The memory is charged to the control group of the process `charged_to`, or to our own group if that is None.
-    """
+    """Copy a file, keeping its holes. Charge the memory to the control group of process `charged_to`, or to our own if that is None."""
     with (
         opened(source.parent, source.name, os.O_RDONLY) as reading,
         opened(target.parent, target.name, os.O_WRONLY | os.O_CREAT) as writing,
@@ -235,7 +232,7 @@ def _copy(source: Path, target: Path, size: int, *, charged_to: int | None = Non
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each stretch of data. Look for each hole only once, because the search visits every page."""
+    """Yield the start and end of each stretch of data. Each hole is searched for only once, because the search visits every page."""
     hole = 0
     while hole < size:
         try:

@@ -1,8 +1,8 @@
-"""A simulated process: its gate, context and allocations. This module uses only the standard library.
+"""Implements a simulated process: its gate, context and allocations. This module uses only the standard library.
 
-The contexts and allocations on a device never exceed its memory, because the transaction that records one also checks that it fits. Before
-refusing an allocation, the process releases the memory of dead processes. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all other
-processes of its lease (JUPYTER_GPU_LEASE) on the device. An allocation is also refused if the machine has too little real memory for it.
+The contexts and allocations on a device never exceed its memory, because each is checked in the same transaction that records it. Before
+refusing an allocation, the process releases dead processes' memory. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all other
+processes of its lease (JUPYTER_GPU_LEASE) on the device. Allocations are also refused if the machine has too little real memory for them.
 """
 
 import fcntl
@@ -55,11 +55,11 @@ class SimulatedCudaError(RuntimeError):
 
 
 class SimulatedOutOfMemory(SimulatedCudaError, MemoryError):  # noqa: N818 (named as the frameworks name theirs)
-    """The device, the process's cap or the host has no memory left. The message says which."""
+    """The device, the process's cap or the host has run out of memory. The message says which."""
 
 
 class Gate:
-    """The gate of this process. It holds the process's GPU calls while the process is locked or checkpointed."""
+    """This process's gate, which holds back its GPU calls while it is locked or checkpointed."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
@@ -70,9 +70,9 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count the block as a GPU call. Before the block, wait while the process is locked or checkpointed. A thread must not nest calls.
+        """Run the block as a GPU call, after waiting while the process is locked or checkpointed. A thread must not nest calls.
 
-        Raises SimulatedCudaError if the process has failed, and KeyboardInterrupt if the wait in the main thread is interrupted.
+        Raises SimulatedCudaError if the process has failed, and KeyboardInterrupt if the main thread is interrupted while waiting.
         """
         thread = threading.get_ident()
         try:
@@ -137,7 +137,7 @@ class Gate:
             pause = min(_LAST_POLL_S, pause * 1.5)
 
     def _look(self) -> None:
-        """Raise an error if this process has failed. Undo a lock operation if the process that performed it has died."""
+        """Raise an error if this process has failed. Undo a pending lock operation if the process performing it has died."""
         _living(self._store, self._key)
         if os.pread(self._file, 1, 0) == WANTED:
             settle_if_abandoned(self._store, self._key)
@@ -153,14 +153,14 @@ def _living(store: Store, key: str) -> Process:
 
 
 def _interrupted() -> KeyboardInterrupt:
-    """Return a KeyboardInterrupt that IPython shows as one sentence, without a traceback of this module."""
+    """Return a KeyboardInterrupt that IPython shows as a single sentence, without a traceback through this module."""
     error = KeyboardInterrupt("interrupted while it waited for the GPU; the cell ended at this call")
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # type: ignore[attr-defined]
     return error
 
 
 def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
-    """Hold new calls and wait for the calls in flight. If these do not end in time, open the gate again and return False.
+    """Hold back new calls and wait for those in flight. If they do not finish in time, reopen the gate and return False.
 
     The caller must hold the operation lock. Raises FileNotFoundError if the process was reaped.
     """
@@ -189,7 +189,7 @@ class _NoRoom(Exception):  # noqa: N818 (this only tells the caller to reap dead
 
 
 def memory_cap_bytes() -> int | None:
-    """Return the current memory cap of this process tree, in bytes. The cap can grow while the process runs."""
+    """Return this process tree's current memory cap in bytes, or None if it has none. The cap can grow while the process runs."""
     text = os.environ.get("JUPYTER_GPU_MEMORY_MIB", "")
     if not text:
         return None
@@ -269,7 +269,7 @@ class Context:
         return self.store.device(_living(self.store, self.key).device)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return the free and total memory of the device in bytes. This ignores the process's own cap."""
+        """Return the device's free and total memory in bytes, ignoring the process's own cap."""
         device = self.device()
         total = device.memory_mib * MIB
         return total - int(self.store.query(HELD, device.device_id)[0][0]), total
@@ -299,7 +299,7 @@ class Context:
         return added
 
     def free(self, numbers: list[int]) -> None:
-        """Free these allocations. Those that are already free are ignored. Use this only inside `Gate.call`."""
+        """Free these allocations, ignoring any that are already free. Use this only inside `Gate.call`."""
         for number in numbers:
             with self.store.transaction() as db:
                 row = db.execute(
@@ -319,10 +319,10 @@ class Context:
 
     @contextmanager
     def working(self, seconds: float | None = None, milli: int = WHOLE) -> Iterator[Piece]:
-        """Count this process as working on the device during the block. Use this only inside `Gate.call`.
+        """Mark this process as working on the device during the block. Use this only inside `Gate.call`.
 
-        `seconds` is how long the work takes when no other work slows it down, or None if unknown. `milli` is the part of the device that
-        the work uses, in thousandths.
+        `seconds` is how long the work takes if no other work slows it down, or None if unknown. `milli` is how much of the device the work
+        uses, in thousandths.
         """
         piece = self.load.begin(seconds, milli, _living(self.store, self.key).device)
         try:
@@ -334,7 +334,7 @@ class Context:
         self.load.share_again(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
-        """Release the context and all memory. If an operation is moving the process, another process does this later (see `reap`)."""
+        """Release the context and all its memory. During an operation on the process, leave this to another process (see `reap`)."""
         try:
             self.load.close()  # before `forget` moves the folder away
             with operation_lock(self.folder) as mine:

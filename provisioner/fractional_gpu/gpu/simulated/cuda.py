@@ -1,4 +1,4 @@
-"""A small CUDA-like API on the simulated GPU, for notebooks. It uses only the standard library.
+"""Provides a small CUDA-like API for the simulated GPU, for use in notebooks. It uses only the standard library.
 
 from fractional_gpu.gpu.simulated import cuda
 with cuda.allocate(64 << 20) as buffer:
@@ -6,9 +6,9 @@ with cuda.allocate(64 << 20) as buffer:
     cuda.launch(0.5, utilisation=0.3)
     print(buffer.read(6), cuda.memory_info())
 
-The first use creates the process's context on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child has its
-own context and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed. KeyboardInterrupt ends the
-wait in the main thread, unlike a wait in the driver. Calls raise SimulatedCudaError if the device or the process has failed, and
+The first use creates the process's context on device JUPYTER_GPU_SIMULATED_DEVICE of the host in JUPYTER_GPU_SIMULATED_DIR. A forked child
+has its own context and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed. Unlike with the real
+driver, KeyboardInterrupt ends this wait in the main thread. Calls raise SimulatedCudaError if the device or the process has failed, and
 SimulatedOutOfMemory if there is not enough memory.
 """
 
@@ -49,7 +49,7 @@ _parents: list[Context] = []
 
 
 class Buffer:
-    """Device memory of this process. It is freed by `free`, at the end of a `with` block, or when no reference to it is left."""
+    """Device memory owned by this process. It is freed by `free`, at the end of a `with` block, or when no references to it are left."""
 
     def __init__(self, context: Context, number: int, n_bytes: int) -> None:
         self._context = context
@@ -86,7 +86,7 @@ class Buffer:
             self._write(view, offset)
 
     def read(self, n_bytes: int | None = None, offset: int = 0) -> bytes:
-        """Copy bytes from the device. By default, copy everything after `offset`. Raises ValueError if the range exceeds the buffer."""
+        """Copy bytes from the device. By default, copy everything from `offset` on. Raises ValueError if the range exceeds the buffer."""
         length = self.n_bytes - offset if n_bytes is None else n_bytes
         self._check_range(length, offset)
         with self._mine().gate.call(), self._path().open("rb") as file:
@@ -97,7 +97,7 @@ class Buffer:
         return data
 
     def fill(self, pattern: bytes) -> None:
-        """Fill the whole buffer with repeats of `pattern`, in one call."""
+        """Fill the whole buffer by repeating `pattern`, in a single call."""
         if not pattern:
             raise ValueError("cannot fill with an empty pattern; give at least one byte")
         block = pattern * max(1, min(_CHUNK, self.n_bytes) // len(pattern))
@@ -149,19 +149,19 @@ class Buffer:
 
 
 def is_available() -> bool:
-    """Return whether this process is bound to a simulated device. This only reads the environment and creates no context."""
+    """Return whether this process is bound to a simulated device. Only reads the environment, without creating a context."""
     return bool(os.environ.get("JUPYTER_GPU_SIMULATED_DIR") and os.environ.get("JUPYTER_GPU_SIMULATED_DEVICE"))
 
 
 def device() -> Device:
-    """Return the device that the process currently uses. A resume can move the process to another one."""
+    """Return the device the process is currently using. A resume can move the process to another one."""
     context = _current()
     with context.gate.call():
         return context.device()
 
 
 def allocate(n_bytes: int) -> Buffer:
-    """Allocate zeroed device memory. Raises SimulatedOutOfMemory, whose message says whether the device, the cap or the machine is full."""
+    """Allocate zeroed device memory. Raises SimulatedOutOfMemory; its message says whether the device, the cap or the machine is full."""
     if not isinstance(n_bytes, int) or isinstance(n_bytes, bool) or n_bytes < 1:
         raise ValueError(f"cannot allocate {n_bytes!r} bytes; give a whole number, 1 or more")
     context = _current()
@@ -171,10 +171,10 @@ def allocate(n_bytes: int) -> Buffer:
 
 
 def launch(seconds: float, utilisation: float = 1.0) -> None:
-    """Keep the device busy and wait for the work to end. This takes `seconds`, or longer if other work slows it down.
+    """Keep the device busy and wait for the work to finish, which takes `seconds`, or longer if other work slows it down.
 
-    `utilisation` is the fraction of the device that the work uses. If the fractions of all work on a device add up to more than 1, all of
-    it slows down (see `load`). The process cannot be locked before its work has ended.
+    `utilisation` is the fraction of the device that the work uses. If the fractions of all work on a device add up to more than 1, all work
+    slows down (see `load`). The process cannot be locked until its work has finished.
     """
     if not seconds >= 0:
         raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")
@@ -190,7 +190,7 @@ def launch(seconds: float, utilisation: float = 1.0) -> None:
 
 
 def memory_info() -> tuple[int, int]:
-    """Return the free and total bytes of the device. As in CUDA, this counts all processes' memory and ignores this process's cap."""
+    """Return the device's free and total memory in bytes. As in CUDA, this counts all processes' memory and ignores our cap."""
     context = _current()
     with context.gate.call():
         context.free_discarded()

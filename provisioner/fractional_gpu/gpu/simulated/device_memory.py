@@ -1,10 +1,10 @@
-"""Charges device memory to the control group of a shared simulated host, and saved memory to the control group of the process.
+"""Charges device memory to a shared simulated host's control group, and saved memory to the process's own control group.
 
-Linux charges the pages of a file in memory to the group that first touches them. This would be the wrong group, because the notebook fills
-its device memory and root's worker writes the saved copy. Therefore, a process that allocates device memory sends the descriptor of the
-file to a thread of the broker, which reserves the pages. If the thread does not answer, the process is charged. Before a save, a helper in
-the control group of the process reserves the pages of the copy. If the group has no room, Linux kills the helper, and the process is
-unchanged. `reserve` needs only the standard library.
+Linux charges an in-memory file's pages to the group that first touches them. That would be the wrong group, because the notebook fills its
+device memory and root's worker writes the saved copy. So a process that allocates device memory sends the file's descriptor to a thread in
+the broker, which reserves the pages. If the thread is not available, the process itself is charged. Before a save, a helper in the
+process's control group reserves the copy's pages. If the group has no room, Linux kills the helper and the process is left unchanged.
+`reserve` needs only the standard library.
 """
 
 import errno
@@ -30,7 +30,7 @@ _PAUSE_S: Final = 0.5  # when no descriptor is free
 
 
 def reserve(directory: Path, path: Path) -> None:
-    """Charge the file that holds this process's device memory to the host's control group, if a server answers. Raises OSError."""
+    """Charge the file holding this process's device memory to the host's control group, if a server is running. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_ANSWER_S)
         try:
@@ -50,7 +50,7 @@ def reserve(directory: Path, path: Path) -> None:
 
 
 class DeviceMemoryServer:
-    """Reserves device memory for the users of a shared host, in threads. It trusts no client and accepts only the peer's regular files."""
+    """A threaded server reserving device memory for a shared host's users. It trusts no one, accepting only regular files the peer owns."""
 
     def __init__(self, directory: Path) -> None:
         # The store stays open while the service runs: users cannot create the files that SQLite needs next to an open database.
@@ -140,7 +140,7 @@ _MOST_PARTS: Final = 1000  # extents on one command line; if there are more, the
 
 
 def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
-    """Reserve parts of a file and charge them to the control group of the process. Raises OSError if the group has no room."""
+    """Reserve parts of a file and charge them to the process's control group. Raises OSError if the group has no room."""
     import subprocess  # noqa: PLC0415 - notebooks import this module
     import sys  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""Creates and removes simulated hosts. Brokers, commands and tests use this.
+"""Creates and removes simulated hosts, for brokers, commands and tests.
 
-Devices can be replaced only while no process uses the host. All users can write to the database and the memory folder of a shared host, but
-the folder of each process belongs to its user.
+Devices can be replaced only while no process is using the host. All users can write to a shared host's database and memory folder, but each
+process's folder belongs to that process's user.
 """
 
 import os
@@ -38,7 +38,7 @@ class SimulatedHost:
 
 
 def parse_devices(text: str) -> list[int]:
-    """Parse `2x80GiB`, `80GiB` or `2x80GiB,1x40GiB`, and return the memory of each device in MiB. Raises SimulatedHostError."""
+    """Parse `2x80GiB`, `80GiB` or `2x80GiB,1x40GiB`, and return each device's memory in MiB. Raises SimulatedHostError."""
     sizes: list[int] = []
     for part in text.split(","):
         match = _DEVICES.fullmatch(part)
@@ -55,8 +55,8 @@ def parse_devices(text: str) -> list[int]:
 def choose_directory(name: str) -> Path:
     """Return the folder for a host with this name: in memory if 1 GiB is free there, otherwise in the temporary folder.
 
-    If a folder for this name exists, it is used again. `name` may contain letters, digits, `-`, `_` and `.`. Raises SimulatedHostError for
-    other names.
+    An existing folder for this name is reused. `name` may contain letters, digits, `-`, `_` and `.`. Raises SimulatedHostError for other
+    names.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
         raise SimulatedHostError(
@@ -75,11 +75,11 @@ def choose_directory(name: str) -> Path:
 
 
 def create(directory: str | Path, devices: str, *, shared: bool = False) -> SimulatedHost:
-    """Create a simulated host, or open an existing one. `devices` has the form that `parse_devices` accepts.
+    """Create a simulated host, or open an existing one. `devices` is in the format accepted by `parse_devices`.
 
-    If `shared`, processes of other users can use the host, too. It then belongs to root, and only root checkpoints processes and cleans up.
-    Raises SimulatedHostError if the devices are invalid, if other users may write to the folder, or if the host has other devices that
-    processes are using.
+    If `shared`, other users' processes can use the host too. The host then belongs to root, and only root checkpoints processes and cleans
+    up. Raises SimulatedHostError if the devices are invalid, if other users can write to the folder, or if the host has different devices
+    that processes are using.
     """
     sizes = parse_devices(devices)
     path = Path(directory).absolute()

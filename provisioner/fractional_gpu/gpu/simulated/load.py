@@ -1,10 +1,8 @@
-"""Work on the simulated devices: how much of its device each process uses, and how pieces of work slow each other down.
+"""Tracks how much of a device each process uses, and how pieces of work slow each other down (see `core.time_slicing`).
 
-`core.time_slicing` says how pieces slow each other down.
-
-Each process publishes the use of its pieces and a ring buffer of running totals, which resemble a driver's samples. The last total is
-overwritten until it is `_STEP_NS` old, so that short pieces do not fill the buffer. If the published end of a piece is in the past, the
-piece has ended, because its process was killed or stopped.
+Each process publishes how much of the device its pieces of work use, and a ring buffer of running totals, which resemble a driver's
+samples. The last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the buffer. If a piece's published end
+is in the past, the piece is considered finished, because its process was killed or stopped.
 """
 
 import os
@@ -34,7 +32,7 @@ _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A piece of work that a process does on a device."""
+    """A piece of work done by a process on a device."""
 
     milli: int  # how much of the device it uses when it is not slowed down, in thousandths
     left_ns: int | None  # how long it would still take if it were not slowed down; None if unknown
@@ -49,7 +47,7 @@ class Piece:
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
-        """Advance the piece by `ns` and return its use in that time, in nanoseconds of the whole device."""
+        """Advance the piece by `ns` and return how much it used in that time, in nanoseconds of the whole device."""
         done_ns = ns * WHOLE // self.stretch_milli
         if self.left_ns is not None:
             done_ns = min(done_ns, self.left_ns)
@@ -59,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _LoadRecord:
-    """The published load of a process."""
+    """A process's published load."""
 
     totals: list[tuple[int, int]]  # the running totals, oldest first
     wants_milli: list[int]  # the use of each piece when it is not slowed down
@@ -84,7 +82,7 @@ class Load:
         self._write(self._at_ns)
 
     def begin(self, seconds: float | None, milli: int, device_id: str) -> Piece:
-        """Begin a piece of work. `seconds` is how long it takes if it is not slowed down, or None if unknown. Always call `end` later."""
+        """Begin a piece of work. `seconds` is how long it takes if nothing slows it down, or None if unknown. Always call `end` later."""
         with self._mutex:
             self._count()
             piece = Piece(milli, None if seconds is None else int(seconds * 1e9))
@@ -154,7 +152,7 @@ class Load:
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
     """Return how much of its device the process has used since `since_ns`, in milli-GPU. Return 0 if the process has ended.
 
-    If the process has not published a total that is old enough, the time before its oldest total is left out.
+    If the ring buffer no longer reaches back to `since_ns`, the time before its oldest total is left out.
     """
     found = _read(store, process)
     if found is None:

@@ -51,7 +51,7 @@ def open_store(directory: str | Path) -> Store:
 
 
 def translated(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Convert errors from the host's folder to the driver's error OPERATING_SYSTEM."""
+    """Convert the simulated host's errors to GPUError: NO_SUCH_DEVICE for an unknown device, otherwise OPERATING_SYSTEM."""
 
     @wraps(function)
     def call(*arguments: _P.args, **named: _P.kwargs) -> _Result:
@@ -116,9 +116,9 @@ class SimulatedMonitor:
 
     @translated
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return the use in the last second, the power, and the energy since this monitor was opened. Raises GPUError.
+        """Return the current utilisation and power, and the energy used since this monitor was opened. Raises GPUError.
 
-        Energy is added up at each reading, so the energy that a process uses between the last reading and its end is missing.
+        Energy is added up at each reading, so any energy a process uses between the last reading and its exit is missing.
         """
         self._check(device_id)
         now_us = since_boot_us()
@@ -163,7 +163,7 @@ class SimulatedMonitor:
         )
 
     def _reap(self, holding: list[Process]) -> bool:
-        """Clean up after dead processes if one in `holding` is dead, and at least every 10 s. Return whether this was done."""
+        """Clean up after dead processes if any in `holding` is dead, and at least every 10 s. Return whether it cleaned up."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
         if due or any(is_dead(self._store, process.key, int(process.key.partition("-")[0])) for process in holding):

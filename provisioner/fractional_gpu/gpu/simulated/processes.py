@@ -1,12 +1,12 @@
-"""The processes of the simulated host: which are alive, where their memory is, and how to clean up after dead ones.
+"""Tracks the simulated host's processes: which are alive and where their memory is. Cleans up after dead ones.
 
-The key of a process consists of its pid, start time and boot id. A zombie counts as dead. In a separate pid namespace a process knows only
-its inner pid, so its key also names the namespace, and only processes that can see it decide whether it is dead.
+A process's key consists of its pid, start time and boot id. Zombies count as dead. A process in a separate pid namespace knows only its
+inner pid, so its key also names the namespace, and only processes that can see the namespace decide whether the process is dead.
 
-The phase of a process says where its bytes are: `device`, `saving`, `saved`, `restoring` or `failed`. A move is committed after its last
-byte, so to undo a move that was killed, only the phase is reset and no bytes are copied. While a process is `saving`, its bytes still count
-on the device. While it is `restoring`, they already count on the target. The next reader deletes the rows of dead processes and moves their
-folders aside, in one transaction.
+A process's phase says where its bytes are: `device`, `saving`, `saved`, `restoring` or `failed`. A move is committed after its last byte
+has been copied, so undoing a move that was killed only means resetting the phase; no bytes are copied back. While a process is `saving`,
+its bytes still count towards its device. While it is `restoring`, they already count towards the target. The next reader deletes dead
+processes' rows and moves their folders aside, in one transaction.
 """
 
 import fcntl
@@ -96,7 +96,7 @@ def is_dead(store: Store, key: str, pid: int) -> bool:
 
 
 def visible_pid(key: str, pid: int) -> int:
-    """Return the pid that our /proc shows for a recorded process, or 0 if we cannot see the process's namespace."""
+    """Return the pid our /proc shows for a recorded process, or 0 if we cannot see the process's namespace."""
     if key.partition(_WITHIN)[2] in ("", own_namespace()):
         return pid
     known = _visible.get(key)
@@ -111,7 +111,7 @@ def visible_pid(key: str, pid: int) -> int:
 
 
 def _namespace(pid: int) -> str:
-    """Return the name of the process's pid namespace, or of our own if the process's namespace cannot be read."""
+    """Return the name of the process's pid namespace, or of our own if that cannot be read."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")[5:-1]  # noqa: PTH115
     except OSError:
@@ -141,11 +141,11 @@ def users_of(store: Store, device_id: str) -> list[Process]:
 
 
 def open_file(folder: Path, name: str, flags: int) -> int:
-    """Open a file in a process's folder. A new file gets mode 0600. Raises FileNotFoundError if the process was reaped.
+    """Open a file in a process's folder. New files get mode 0600. Raises FileNotFoundError if the process was reaped.
 
-    The process controls the folder, and we might be root. Therefore, this follows no links, and raises PermissionError unless the file is a
-    regular file with only one name that belongs to the folder's owner or this user. Do not pass flags that change the file immediately,
-    such as O_TRUNC.
+    The process controls the folder, and we might be root, so this follows no links and raises PermissionError unless the file is a regular
+    file without other hard links, owned by the folder's owner or by this user. Do not pass flags that change the file as it is opened, such
+    as O_TRUNC.
     """
     there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -189,7 +189,7 @@ def _remove(folder: Path, names: list[str]) -> None:
 
 
 def _empty(folder: Path, names: list[str]) -> None:
-    """Free the memory of these files, but keep the files, because the next restore writes into them."""
+    """Free these files' memory but keep the files, because the next restore writes into them."""
     for name in names:
         with opened(folder, name, os.O_WRONLY) as file:
             os.ftruncate(file, 0)
@@ -207,7 +207,7 @@ def write_gate(folder: Path, value: bytes) -> None:
 
 
 def open_gate(store: Store, key: str) -> None:
-    """Let the process's calls pass the gate. The caller must hold the operation lock. Raises FileNotFoundError."""
+    """Let the process's calls through the gate. The caller must hold the operation lock. Raises FileNotFoundError."""
     folder = store.process_folder(key)
     write_gate(folder, OPEN)
     process = find_process(store, key)
@@ -217,7 +217,7 @@ def open_gate(store: Store, key: str) -> None:
 
 @contextmanager
 def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
-    """Hold the lock on a process's checkpoint state during the block. Yield False if another operation holds it for `timeout_s`.
+    """Hold the lock on a process's checkpoint state during the block. Yield False if another operation still holds it after `timeout_s`.
 
     Raises FileNotFoundError if the process was reaped. Linux releases the lock when its holder dies.
     """

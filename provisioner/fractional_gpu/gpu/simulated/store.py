@@ -1,9 +1,9 @@
-"""The folder and the database of a simulated host. This module uses only the standard library, because notebooks import it.
+"""Manages a simulated host's folder and database. This module uses only the standard library, because notebooks import it.
 
-State that all processes share is changed in one short transaction, which moves no bytes and never waits. A forked child opens its own
-database connection, because SQLite forbids sharing one. A shared host belongs to root. All users can write to its database, so it protects
-them from mistakes but not from attacks. Only the owner of memory and root can read it. In a user's folder, root follows no links and opens
-only regular files of that user (`processes.open_file`). Only root cleans up after other users.
+State shared by all processes is changed in one short transaction that moves no bytes and never waits. A forked child opens its own database
+connection, because SQLite forbids sharing one. A shared host belongs to root. All users can write to its database, so it protects them from
+mistakes but not from attacks. Memory can be read only by its owner and root. In a user's folder, root follows no links and opens only
+regular files owned by that user (`processes.open_file`). Only root cleans up after other users.
 """
 
 import os
@@ -61,7 +61,7 @@ class Device:
 
 
 class Store:
-    """An open simulated host. It is thread-safe. Raises SimulatedHostError if the folder is not a simulated host."""
+    """An open simulated host. Thread-safe. The constructor raises SimulatedHostError if the folder does not contain one."""
 
     def __init__(self, directory: str | Path, *, create: bool = False) -> None:
         self.directory = Path(directory).absolute()
@@ -120,13 +120,13 @@ class Store:
         return bool(self.memory.stat().st_mode & stat.S_IWOTH)
 
     def may_tidy(self, entry: Path) -> bool:
-        """Return whether this process may move or remove another process's folder. Return False if the folder is gone."""
+        """Return whether this process may move or remove another process's folder, or False if the folder is gone."""
         with suppress(FileNotFoundError):
             return os.geteuid() in (0, entry.lstat().st_uid)
         return False
 
     def free_for_finalizer(self) -> bool:
-        """Return whether this thread could start a transaction now. A finalizer can run while the thread is already in a transaction."""
+        """Return whether this thread could start a transaction now. A finalizer can run while its thread is already in a transaction."""
         return not self._mutex.locked()
 
     def devices(self) -> list[Device]:
@@ -152,9 +152,10 @@ class Store:
             self._db.close()
 
     def available_bytes(self) -> int:
-        """Return how many more bytes fit into the folder. If the folder is in memory, a memory limit can apply.
+        """Return how many more bytes fit into the folder. If the folder is in memory, memory limits also apply.
 
-        A simulated device can be larger than the machine's memory, but its contents cannot. A shared host can use all memory.
+        A simulated device can be larger than the machine's memory, but its contents cannot. For a shared host, only the machine's memory is
+        considered, not this process's limits.
         """
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize - _LEFT
