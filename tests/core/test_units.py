@@ -14,6 +14,7 @@ from fractional_gpu.core.units import (
     format_gpus,
     format_memory,
     format_rough,
+    host_capacity,
     parse_duration_ms,
     parse_fraction_milli,
     parse_memory_mib,
@@ -130,6 +131,17 @@ def test_any_size_or_duration_is_a_whole_number_or_a_value_error(value: object) 
 def test_what_is_not_a_size_is_refused_at_once_with_what_is_allowed(value: object) -> None:
     with pytest.raises(ValueError, match=r"memory .* is .*; expected a positive size such as 512MiB, 20GiB or 20GB"):
         parse_memory_mib(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "mib"), [("3", 3), ("2GiB", 2048), ("2 tib", 2 << 20), ("1T", 1 << 20), ("1.5GB", 1430), (7, 7)]
+)
+def test_memory_is_read_in_mib(text: str | int, mib: int) -> None:
+    assert parse_memory_mib(text) == mib
+
+
+def test_host_memory_is_described_as_a_number_of_kernels() -> None:
+    assert host_capacity(64 * 1024, 80 * 1024, 250) == "room for 3 that filled 1/4 of a GPU, 20 GiB each"
 
 
 @pytest.mark.parametrize("value", [10**5000, "1e99s", "5 minutes", "-1s", True, None, 1.5], ids=repr_type)
