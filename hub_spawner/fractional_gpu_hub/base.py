@@ -1,4 +1,4 @@
-"""The base of all spawners that let users choose a GPU: the user's options, the spawn page, and the progress of a start.
+"""Code shared by all spawners that let users choose a GPU: user options, the spawn page, and startup progress.
 
 Two subclasses get the GPU in different ways:
 
@@ -27,7 +27,7 @@ _SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 
 
 class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
-    """A mixin that adds a GPU choice to a spawner. Subclasses define where offers and seats come from."""
+    """A mixin that adds a GPU choice to a spawner. Subclasses define where the offers and seats come from."""
 
     _gpu_progress_below = True  # whether the spawner's own progress is shown after ours
 
@@ -113,7 +113,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return self._gpu_options_of(form_data, super().run_options_from_form, {FIELD, "_xsrf"})
 
     def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]:
-        """Return the user options from a link such as `/hub/spawn?opt-gpu=default/250`."""
+        """Return the user options given in a link such as `/hub/spawn?opt-gpu=default/250`."""
         return self._gpu_options_of(query_data, super().options_from_query, {FIELD, *KEYS})
 
     def _gpu_options_of(
@@ -129,7 +129,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
         """Return the pool and milli-GPU to request. Anything the user left out is taken from the offer closest to the defaults.
 
-        If the user chose nothing or no offer fits, the defaults are used. If those are refused later, the error says what is on offer.
+        If the user chose nothing or no offer fits, the defaults are used. If those are refused later, the error lists what is on offer.
         Raises an HTTPError, which stops the spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
@@ -198,7 +198,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the progress events of the start from the beginning, then those of the spawner class that follows this mixin."""
+        """Yield this start's progress events from the beginning, then any from the spawner class this mixin was added to."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event
@@ -209,7 +209,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence listing the shares that are free now, or "". If `without` is set, it includes "a server without a GPU"."""
+    """Return a sentence listing the shares that are free now, or "". If `without` is set, the list includes "a server without a GPU"."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools

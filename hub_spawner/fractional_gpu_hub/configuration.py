@@ -5,7 +5,7 @@
 
 Mistakes stop the hub at startup with an error that names the key, its value and the allowed values. If the hub runs as root, the broker
 serves all users of the machine at `/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`. Otherwise, both are in the
-Jupyter folders of the user running the hub. If a system broker is running, the hub uses it, and the pools are set in that broker's file.
+Jupyter folders of the user running the hub. If a system broker is running, the hub uses it, and the pools are set in its configuration.
 """
 
 import json

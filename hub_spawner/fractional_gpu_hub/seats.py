@@ -137,7 +137,7 @@ def spawn_ended(outcome: str, reason: str = "") -> None:
 
 
 def spawn_failed(error: BaseException) -> None:
-    """Count a failed spawn, as `refused` with the reason for an HTTPError, or as `failed` with the class name for any other error."""
+    """Count a failed spawn. An HTTPError counts as `refused`, with its reason; any other error counts as `failed`, with its class name."""
     if isinstance(error, web.HTTPError):
         spawn_ended("refused", str(getattr(error, "reason", "") or "unknown"))
     else:
@@ -251,7 +251,7 @@ def start_with_hub(socket: str) -> None:
 
 
 def expect_service(name: str, call: str) -> None:
-    """Log an error if the service `name` is missing when the hub starts serving. `call` is the function call that added it, as text."""
+    """Log an error if the service `name` is missing when the hub starts serving. `call` is the text of the function call that added it."""
 
     def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
         if not any(service.get("name") == name for service in app.services):

@@ -2,8 +2,8 @@
 
 TLJH finds the plugin through the entry point `tljh`. The `fractional_gpu` section of TLJH's config.yaml contains `configure`'s arguments.
 
-TLJH's hub runs in a unit without access to devices (`PrivateDevices`), so it cannot manage the broker, which gets its own unit. Servers run
-as system users, which TLJH creates when their servers first start. Our spawner creates them earlier, because a seat is tied to a uid.
+TLJH's hub runs in a unit without access to devices (`PrivateDevices`), so the broker gets its own unit. Servers run as system users, which
+TLJH creates when their servers first start. Our spawner creates them earlier, because a seat is tied to a uid.
 """
 
 import subprocess

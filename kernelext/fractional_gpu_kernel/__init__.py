@@ -2,9 +2,9 @@
 
 `python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel with the extension. These rules apply:
 
-- Loading takes milliseconds, because most of the code is imported later, in a thread. An open gate delays a cell by mere microseconds.
+- Loading takes milliseconds, because most of the code is imported later, in a thread. An open gate delays a cell by microseconds.
 - A kernel that is on the GPU keeps working without a broker. A kernel that needs the GPU starts a broker if none is running.
-- A forked child inherits the kernel's memory but not its lease, so the gate has no effect there.
+- A forked child inherits the kernel's memory but not its lease, so the gate has no effect in the child.
 """
 
 import os

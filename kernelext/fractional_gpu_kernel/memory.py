@@ -9,7 +9,7 @@ broker sends the context's measured size with each grant, and notices allocation
   notebooks call.
 - torch's `set_per_process_memory_fraction` would initialise CUDA, so the call is queued until torch does so. Child processes get the limit
   in a variable, if the installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size and get the limit.
-- In older releases of torch, that call creates a context on the device and may make that device the current one, so the current device is
+- In older releases of torch, setting the limit creates a context on the device and may make it the current device, so the current device is
   limited first. Other devices are limited after their first allocation, or immediately if the first limit created no context.
 - Once torch or CuPy is loaded, a changed limit is applied on the main loop while no cell is running, or before the next cell.
 """
@@ -95,7 +95,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Before each call that counts, call `report` with `call.sentence`, in the same thread. Functions that do not exist are skipped."""
+    """Call `report` with `call.sentence` before each call that counts, in the same thread. Functions that do not exist are skipped."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -147,7 +147,7 @@ CONTEXT_MIB = 512  # a context with a framework's kernels and the cuBLAS workspa
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return a framework's limit in MiB: the cap minus the context, but at least half the cap, or a quarter if the context is large."""
+    """Return a framework's limit in MiB: the cap minus the context, but at least half of the cap, or a quarter if the context is large."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -592,7 +592,7 @@ PROFILERS = (
 
 
 class CheckpointBlockers:
-    """Watches this process for calls that prevent a checkpoint. The first one is reported as a sentence, in the thread that made it."""
+    """Watches this process for calls that prevent a checkpoint. Reports the first such call, as a sentence, in the thread that made it."""
 
     def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
         self._report = report

@@ -1,6 +1,6 @@
 """The extension for a kernel without a lease. `%gpu` prints why there is no lease, and a notice shows the reason once.
 
-Notebooks written for a share still work: `%gpu` lines print why they do nothing, and `%%gpu` and `%%cpu` act as comments.
+Notebooks written for a GPU share still work: `%gpu` lines print why they do nothing, and `%%gpu` and `%%cpu` act as comments.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Registers the extension's parts in an IPython shell, and removes them again.
 
-`undo` restores the functions we replaced, and keeps those registered by users and other extensions. If they have replaced our function, it
-does nothing. If they have wrapped it, the wrapper stays, so our function must then pass calls through.
+`undo` restores the functions we replaced, but keeps any that users or other extensions have registered since. If our function has been
+replaced, `undo` does nothing. If it has been wrapped, the wrapper stays, so our function must then pass calls through.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -42,7 +42,7 @@ class Registrations:
         self._undo.append(lambda: _put_back(own, name, function, before))
 
     def undo(self) -> None:
-        """Remove those of our parts that are still installed, in reverse order. Calling this again does nothing."""
+        """Remove any of our parts that are still installed, in reverse order. Calling this again does nothing."""
         while self._undo:
             self._undo.pop()()
 

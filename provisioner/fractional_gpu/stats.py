@@ -1,8 +1,8 @@
-"""Medians, percentiles and 95 % confidence intervals of medians, without assumptions about distributions.
+"""Computes medians, percentiles and 95 % confidence intervals of medians, without assumptions about distributions.
 
-Programs' run times have long tails and drift with the machine's load, so this module prefers medians to means, and gives their sign-test
-interval. For samples that scatter symmetrically, `centre_estimate` returns the narrower interval of Wilcoxon's signed-rank test (Hodges and
-Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
+Programs' run times have long tails and drift with the machine's load, so this module prefers medians to means, and computes sign-test
+intervals for them. For samples that scatter symmetrically, `centre_estimate` can return a narrower interval, from Wilcoxon's signed-rank
+test (Hodges and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
 """
 
 import math
@@ -21,7 +21,7 @@ _MOST_EXACT = 50  # with more samples, the rank sum is so close to normal that c
 class Estimate:
     """A value, and an interval that contains the true value with a confidence of at least CONFIDENCE.
 
-    Too few samples give an infinite interval.
+    With too few samples, the interval is infinite.
     """
 
     value: float
@@ -51,7 +51,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def midmean(samples: Sequence[float]) -> float:
-    """Return the mean of the middle half of the samples, which ignores outliers. Raises ValueError if there are no samples."""
+    """Return the mean of the middle half of the samples, so that outliers are ignored. Raises ValueError if there are no samples."""
     ordered = sorted(samples)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
@@ -72,8 +72,8 @@ def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 def _skipped(count: int, confidence: float) -> int | None:
     """Return the largest number of samples to leave out at each end, or None if there are too few samples.
 
-    The number of samples below the median has a binomial distribution. The true median lies outside the interval between the remaining
-    samples if at most `skipped` samples are on one side of the true median.
+    The number of samples below the true median has a binomial distribution. The interval spans the remaining samples. It misses the true
+    median if no more than `skipped` samples are on one side of that median.
     """
     allowed = (1 - confidence) / 2
     skipped, tail = -1, 0.0
@@ -85,10 +85,10 @@ def _skipped(count: int, confidence: float) -> int | None:
 def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Return the centre of samples that scatter symmetrically about it, with its interval.
 
-    The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are two such
-    averages. Outliers widen this interval but have little effect on the sign test's interval, so the function returns whichever is
-    narrower. With the sign test's interval, the value is the median. The samples must be independent and symmetrically distributed, like
-    differences between two similar quantities. Raises ValueError if there are no samples.
+    The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are also two
+    of these averages. Outliers widen this interval but hardly affect the sign test's, so the function returns whichever is narrower. If
+    that is the sign test's interval, the value returned with it is the median. The samples must be independent and symmetrically
+    distributed, as differences between two similar quantities are. Raises ValueError if there are no samples.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))

@@ -1,6 +1,6 @@
-"""SVG elements and chart axes.
+"""Builds SVG elements and chart axes.
 
-The functions escape all text they are given. Kernels import this module, so it uses only the standard library.
+All functions escape the text passed to them. Kernels import this module, so it uses only the standard library.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def element(name: str, *inside: str, **attributes: str | float) -> Svg:
 
 
 def ticks(low: float, high: float, intervals: int = 4, *, least_step: float = 0) -> list[float]:
-    """Return round values from below `low` to above `high`, in about as many intervals as requested.
+    """Return round values that cover the range from `low` to `high`, in about as many intervals as requested.
 
     The values are 1, 2 or 5 times a power of ten apart.
     """
@@ -44,7 +44,7 @@ def ticks(low: float, high: float, intervals: int = 4, *, least_step: float = 0)
 
 
 def count_axis(most: float) -> tuple[list[tuple[float, str]], float]:
-    """Return tick marks at round whole numbers from 0, and the last of these numbers. A mark is (fraction of the axis, label)."""
+    """Return tick marks at round whole numbers, starting at 0, and the last of these numbers. A mark is (fraction of the axis, label)."""
     at = ticks(0, most, least_step=1)
     return [(one / at[-1], f"{one:,.0f}") for one in at], at[-1]
 

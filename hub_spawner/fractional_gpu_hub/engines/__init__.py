@@ -1,4 +1,4 @@
-"""Spawners for clusters in which an engine, such as Slurm, chooses the node and the engine's allocation becomes the seat."""
+"""Spawners for clusters. An engine such as Slurm chooses the node, and the engine's allocation becomes the seat."""
 
 from fractional_gpu_hub.engines.offers import NodePool
 from fractional_gpu_hub.engines.spawner import Allocation, EngineGPUMixin

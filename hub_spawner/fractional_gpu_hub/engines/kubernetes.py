@@ -135,7 +135,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return await super().start()
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield the pod's events while it starts. If no node can currently provide the share, the event says so in plain words."""
+        """Yield the pod's events while it starts. If no node can currently provide the share, the event says so in plain English."""
         async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
             async for event in events:
                 message = str(event.get("message", ""))
@@ -225,7 +225,7 @@ def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noq
 
 
 def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
-    """Apply Kubernetes' `restricted` pod security standard, apart from the host path, so that the server is unprivileged."""
+    """Apply Kubernetes' `restricted` pod security standard, except for the host path, so that the server is unprivileged."""
     context = dict(pod.spec.containers[0].security_context or {})  # a mapping, from kubespawner's configuration
     context["allowPrivilegeEscalation"] = False
     context["runAsNonRoot"] = True
@@ -268,7 +268,7 @@ def _is_of_the_node(path: str) -> bool:
 
 
 def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping from a configuration
-    """Return the value of the first field in `names` that `found` has. `found` is a Kubernetes client model or a mapping."""
+    """Return the value of the first field in `names` that exists in `found`. `found` is a Kubernetes client model or a mapping."""
     for name in names:
         value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
         if value is not None:

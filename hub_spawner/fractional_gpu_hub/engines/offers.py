@@ -36,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node, with its `state` in the engine's terms. `problem` says why its summary is unreadable or why it accepts no jobs."""
+    """A node, with its `state` in the engine's terms. `problem` says why its summary is unreadable, or why it is not accepting jobs."""
 
     name: str
     state: str
@@ -91,7 +91,7 @@ class Terms:
 def pools_of_text(node: str, text: str | None, why_not: str) -> tuple[list[NodePool], str]:
     """Return the pools a node has published, and a sentence about any problem on that node, or "".
 
-    `why_not` gives the reason the engine is not starting jobs there, in a word or two, or is "" if it can start them.
+    `why_not` gives the reason the engine is not starting jobs there, in a word or two, or is "" if it can.
     """
     if text is None:
         return [], NO_AGENT
@@ -213,9 +213,9 @@ def _default(offers: Sequence[ClusterPoolOffer]) -> tuple[str, int]:
 
 
 def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mib: int) -> int:
-    """Return how many MiB of host memory to request: `base_mib` plus all the GPU memory that the share may have to save.
+    """Return how many MiB of host memory to request: `base_mib` plus enough to save all of the share's GPU memory.
 
-    A job's memory limit includes its kernels' saved memory. The engine has yet to choose the node, so the largest cap on any node is used.
+    A job's memory limit must also cover the memory its kernels save. The node is not known yet, so the largest cap on any node is used.
     """
     return base_mib + max((node.memory_mib(milli) for node in nodes if node.name == pool), default=0)
 

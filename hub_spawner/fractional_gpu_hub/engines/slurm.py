@@ -303,7 +303,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
 
     async def _gpu_until_ended(self) -> None:
-        """Wait for the job to end once it has started. batchspawner itself only waits for the server's port and does not ask Slurm."""
+        """Once the job has started, wait for it to end. batchspawner itself only waits for the server's port and does not ask Slurm."""
         while True:
             await asyncio.sleep(self.startup_poll_interval)
             if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
@@ -340,7 +340,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return the node's address as known to Slurm. It can differ from the node's name. Raises EngineError."""
+        """Return the node's address in Slurm, which can differ from the node's name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
         return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)

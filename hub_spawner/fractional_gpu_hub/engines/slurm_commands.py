@@ -1,4 +1,4 @@
-"""Runs Slurm's commands and parses their output about nodes, jobs and reasons.
+"""Runs Slurm's commands and parses what they say about nodes, jobs, and why jobs are waiting.
 
 - Arguments are passed as a list, never as shell text. Columns containing user-supplied text, such as job names and comments, are only read
   if they come last.
@@ -117,7 +117,7 @@ def job_id_of(text: str) -> str:
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Parse the job from lines of `JOB_COLUMNS`. Return None if Slurm no longer knows it. Raises EngineUnavailableError for other lines."""
+    """Find the job in lines of `JOB_COLUMNS`. Return None if Slurm no longer knows it. Raises EngineUnavailableError for bad lines."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):

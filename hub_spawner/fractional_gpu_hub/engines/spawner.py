@@ -1,7 +1,7 @@
 """Lets a cluster's engine, such as Slurm, allocate a server's GPU: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
 
-- The engine chooses the node, whose agent or prolog registers the allocation as a seat with its broker. The hub contacts no broker.
-- Offers are based on the summaries that the nodes' agents publish through the engine. They reflect the last known state and are not
+- The engine chooses the node, whose agent or prolog registers the allocation as a seat with its broker. The hub never contacts a broker.
+- Offers are based on the summaries that the nodes' agents publish through the engine. They reflect the last known state, so they are not
   guaranteed.
 - `gpu_take` turns the user's choice into an `Allocation`, which each spawner's `gpu_prepare` turns into a request to the engine. No other
   user options reach the engine.
@@ -42,7 +42,7 @@ class Allocation:
 
 
 class EngineGPUMixin(GPUChoiceMixin):
-    """A mixin that adds a GPU choice to an engine's spawner. List it before the spawner, and define `gpu_nodes` and `gpu_prepare`."""
+    """A mixin that adds a GPU choice to an engine's spawner. List it before the spawner class, and define `gpu_nodes` and `gpu_prepare`."""
 
     gpu_no_offers = "You cannot choose a GPU right now: the cluster does not report its GPUs. Try again in a moment."
 
@@ -102,7 +102,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         raise NotImplementedError
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield a sentence each time the engine's reason for the wait or the expected start time changes.
+        """Yield a sentence each time the engine gives a new reason for the wait or a new expected start time.
 
         The caller closes the generator once the server has started.
         """

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Actions:
-    """Carries out the actions of all pages, in threads. The service has a single instance."""
+    """Carries out the actions requested on all pages, in threads. The service creates one instance."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket

@@ -3,7 +3,7 @@
 To the broker, this process is an administrator and may read everything, so this module enforces the rules:
 
 - A user's figures are requested by name, and only for users of the hub (`seated`), because the machine may have another user with the same
-  name. Entries with other names are dropped, even if the broker returns them.
+  name. Entries for other names are dropped, even if the broker returns them.
 - The broker's `usage_visible` setting determines what users see about others: nothing, or totals per user, either for the viewer's groups
   or for everyone. They never see the names of other users' notebooks. If the setting's value is unknown, they see nothing about others.
 - Users see advice about their own notebooks, and budgets for themselves and their groups. Administrators see everything.
@@ -71,7 +71,7 @@ class PageQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsagePage:
-    """A page's contents. `others` contains the figures of other users that the viewer may see, by heading."""
+    """A page's contents. `others` maps headings to the figures of other users that the viewer may see."""
 
     report: UsageReport
     by: tuple[str, ...]

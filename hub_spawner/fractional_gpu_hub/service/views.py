@@ -1,7 +1,7 @@
 """Views for the page and the API, limited to what a user may see. Sizes include units, and reasons are sentences. All functions are pure.
 
 Users see their own seats and kernels, and only per-device totals for everyone else's. Administrators see everything. A kernel belongs to
-its seat's user. A kernel without a seat belongs to a user of the machine, who may have the same name as a different user of the hub.
+its seat's user. A kernel without a seat belongs to a user of the machine, who may have the same name as a different hub user.
 """
 
 import json

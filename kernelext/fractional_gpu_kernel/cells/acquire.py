@@ -1,4 +1,4 @@
-"""Waits for the GPU: one ticket for all of a kernel's waiting cells, and the first grant after the kernel starts.
+"""Waits for the GPU, with one ticket for all of a kernel's waiting cells, and handles the first grant after the kernel starts.
 
 Two threads take part in a wait:
 
@@ -8,8 +8,8 @@ Two threads take part in a wait:
   the thread, and later cells join. The last cell to leave closes the connection, which withdraws the ticket.
 
 If a connection breaks or a call fails, the broker is restarted and the call is repeated. After `MAX_FRUITLESS` failures in a row without a
-line from the broker, the request is refused. If this process can no longer make calls (`is_local`), it keeps waiting while the
-broker's commands arrive. The broker then sees a busy kernel without a ticket, files one for it, and opens the gate when its turn comes.
+line from the broker, the request is refused. If this process can no longer make calls (`is_local`), it keeps waiting while the broker's
+commands still arrive. The broker then sees a busy kernel without a ticket, files one for it, and opens the gate when its turn comes.
 """
 
 import contextlib
@@ -235,7 +235,7 @@ class Acquirer:
             client.close()
 
     def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError | InternalBrokerError") -> RefusedError | None:
-        """Start the broker after a broken connection or a failed call, unless too many have failed already. Return the refusal, if any."""
+        """Start the broker after a broken connection or failed call, or refuse after too many in a row. Return the refusal, if any."""
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, TooManyRequestsError  # noqa: PLC0415 - off the kernel's start
 
         ticket.breaks += 1
@@ -334,7 +334,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell should run with the gate shut.
+    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell may run while it is shut.
 
     Raises RefusedError or KeyboardInterrupt.
     """

@@ -77,7 +77,7 @@ class Gate:
             self._paused.discard(mark)
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
-        """Call `on_open` each time the gate opens, and now if it is already open. `on_open` runs under the lock, so it must not block."""
+        """Call `on_open` each time the gate opens, or at once if it is open now. `on_open` runs under the lock, so it must not block."""
         with self._lock:
             self._waiting.append(on_open)
             if self.is_open:

@@ -1,1 +1,1 @@
-"""Displays in a notebook: views, the wait line, charts and notices. Each display is available as HTML and as plain text."""
+"""Notebook displays: views, charts, notices, and the line shown while waiting. Each one is available as HTML and as plain text."""

@@ -1,4 +1,4 @@
-"""Lines of text in a cell's output, as HTML and as plain text: sentences, lines that change in place, wait lines and notices."""
+"""Lines of text in a cell's output, as HTML and as plain text: sentences, lines that change in place, wait messages and notices."""
 
 import contextvars
 import os
@@ -189,7 +189,7 @@ def resizing(status: "LeaseStatus") -> str:
 
 
 def _left(forecast: "Progress | Span", passed_ms: int) -> str:
-    """Return the time remaining in a forecast made `passed_ms` ago, as text, or ""."""
+    """Return how much longer the wait should take, as text, given a forecast made `passed_ms` ago. Return "" without a forecast."""
     from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
 
     if forecast.expected_ms is None:

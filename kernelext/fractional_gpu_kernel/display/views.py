@@ -46,7 +46,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
-    """Return a horizontal bar. `parts` are pairs of size and colour, and `label` is for screen readers."""
+    """Return a horizontal bar. `parts` are (size, colour) pairs, and `label` is for screen readers."""
     pieces = []
     left = 100.0
     for size, colour in parts:
@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar as text. `parts` are pairs of size and character. Each part larger than 0 gets at least one character."""
+    """Return the bar as text. `parts` are (size, character) pairs. Each part larger than 0 gets at least one character."""
     signs = ""
     total = 0
     for size, sign in parts:
@@ -146,7 +146,7 @@ class StatusView(View):
 
 
 class TopView(View):
-    """The machine's devices and leases. This user's leases are listed individually, and everyone else's are added up."""
+    """The machine's devices and leases. The user's own leases are listed individually, and everyone else's are added up."""
 
     def __init__(self, host: HostStatus, own: str = "") -> None:
         self._host = host

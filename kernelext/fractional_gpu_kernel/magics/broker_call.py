@@ -167,7 +167,7 @@ class AfterCell:
         )
 
     def withdraw(self, kind: str, command: str) -> None:
-        """Withdraw the request that `command` contradicts, unless the broker has already started it."""
+        """Withdraw the request that conflicts with `command`, unless the broker has already started it."""
         request = self._newest.pop(kind, None)
         if request is not None:
             request.withdraw(command)

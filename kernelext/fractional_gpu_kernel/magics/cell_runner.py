@@ -1,4 +1,4 @@
-"""Runs the code of `%%gpu measure` in a separate process. A measurement starts several of these, in parallel or one by one.
+"""Runs the code of `%%gpu measure` in a separate process. A measurement starts several such processes, in parallel or one by one.
 
     python -P cell_runner.py JOB
 

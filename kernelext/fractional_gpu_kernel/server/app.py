@@ -291,7 +291,7 @@ class FractionalGPUApp(ExtensionApp):
         return kernel_id in self.serverapp.kernel_manager
 
     def _spare_holders(self) -> None:
-        """If the broker culls idle kernels itself, make this server and its kernels with GPU state look active to other cullers."""
+        """If the broker culls idle kernels itself, make this server, and its kernels that have GPU state, look active to other cullers."""
         if self._status is None or not self._status.culls_idle:
             return
         for lease in self._status.leases:
@@ -305,7 +305,7 @@ class FractionalGPUApp(ExtensionApp):
         self._emit_state()
 
     def _lost(self, error: FractionalGPUError) -> None:
-        """Clear the status after the connection is lost. `follow` keeps reconnecting, because a new broker does not announce itself."""
+        """Clear the status after the connection is lost. `follow` keeps reconnecting, because new brokers do not announce themselves."""
         if error.reason not in {"no-broker", "hung-up"} and str(error) != self._complaint:
             self._complaint = str(error)
             log.info("GPU status: %s", error)

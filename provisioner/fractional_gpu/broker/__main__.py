@@ -1,6 +1,7 @@
 """Runs a broker: `python -m fractional_gpu.broker [--detach | --check] OPTIONS-AS-JSON`.
 
-Brokers use this to start other brokers; people use `jupyter gpu broker`. `--check` only tests whether the configuration can be read.
+Brokers use this to start other brokers; people run `jupyter gpu broker` instead. `--check` only tests whether the configuration can be
+read.
 """
 
 import gc

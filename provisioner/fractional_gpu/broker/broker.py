@@ -2,7 +2,7 @@
 
 The broker does not decide who holds a GPU. It manages what the arbiter does not know about: processes, IOPub, extensions, tokens, the
 ledger and the checkpoint worker. All methods run on one event loop. Effects that take time (such as suspending or resuming a kernel, or
-looking at its processes again) run as tasks, and their results come back as events.
+re-examining its processes) run as tasks, and their results come back as events.
 """
 
 import asyncio

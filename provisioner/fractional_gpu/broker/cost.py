@@ -2,7 +2,7 @@
 
 - An account belongs to a seat if a token or control group identifies one, and otherwise to a user. It is charged for the processor time the
   user's work takes on the event loop (`metered`) and in threads (`lanes.PAYER`), and for each request, message and byte. Elapsed time is
-  free, so a slow machine does not overdraw any account.
+  not charged, so a slow machine does not cause overdrafts.
 - An account is credited with `COST_SHARE` of a processor, and can save up to `COST_BURST_S`. While it is overdrawn, it waits: the broker
   reads only its requests' headers, and none of its kernels' messages. Waiting requests are served in order, and all waiting accounts share
   `COST_SHARE_OF_ALL`.

@@ -1,7 +1,7 @@
 """The synchronous client for the lease API, used by kernels, provisioners, spawners and commands.
 
-- Every error is one of those in `fractional_gpu.protocol.errors`. BrokerUnavailableError means that no broker answered, that the connection
-  broke, or that a wait took too long. A rate-limited call is retried for up to `timeout_s`.
+- All errors are from `fractional_gpu.protocol.errors`. BrokerUnavailableError means that no broker answered, that the connection broke, or
+  that a wait took too long. A rate-limited call is retried for up to `timeout_s`.
 - Threads may share a client, because each call has its own connection. After a fork, the child does not touch its parent's connections.
 - An interrupt (KeyboardInterrupt, or closing a generator) closes the connection, and the broker then withdraws any ticket.
 """
@@ -67,8 +67,8 @@ _SILENCE_S = 3 * PULSE_S  # a stream without a keep-alive for this long is consi
 class BrokerClient:
     """Talks to the broker at `socket_path`. It connects only when a method is called.
 
-    Pass the lease's `token`, or None to act with the rights of this process's user. `timeout_s` limits each wait for an answer, except in
-    calls that wait for the GPU (see their docstrings). `acting_for` is the name of the administrator a program is acting for, to be
+    Pass the lease's `token`, or None to act with the permissions of this process's user. `timeout_s` limits each wait for an answer, except
+    in calls that wait for the GPU (see their docstrings). `acting_for` is the name of the administrator a program is acting for, to be
     recorded in the broker's audit log. Raises BadRequestError if this name is invalid.
     """
 
@@ -161,7 +161,7 @@ class BrokerClient:
         self.call(routes.END, about=lease_id)
 
     def attach(self, lease_id: str, request: AttachRequest) -> "LeaseStatus":
-        """Report the lease's process, and its Jupyter connection for the broker to listen to."""
+        """Report the lease's process, and the Jupyter connection on which the broker can listen to it."""
         return self.call(routes.ATTACH, request, lease_id)
 
     def detach(self, lease_id: str) -> None:
@@ -177,11 +177,11 @@ class BrokerClient:
         return self.call(routes.RESUME, request, lease_id)
 
     def expect(self, lease_id: str, request: ExpectRequest) -> None:
-        """Report a sign that the lease will soon run a cell. Raises BadRequestError."""
+        """Tell the broker that the lease is likely to run a cell soon. Raises BadRequestError."""
         self.call(routes.EXPECT, request, lease_id)
 
     def pin(self, lease_id: str, request: PinRequest) -> "LeaseStatus":
-        """Keep the lease resident for a while, replacing any earlier pin. Raises ConflictError, with the limit if it would be exceeded."""
+        """Keep the lease resident for a while, replacing any earlier pin. Raises ConflictError, which names any exceeded limit."""
         return self.call(routes.PIN, request, lease_id)
 
     def unpin(self, lease_id: str) -> "LeaseStatus":
@@ -259,7 +259,7 @@ class BrokerClient:
         return self.wait(routes.ACQUIRE, request, lease_id)
 
     def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
-        """Acquire the GPU as `acquire` does, but continue after `granted`. The lease is in use until the generator or the client is closed.
+        """Acquire the GPU as `acquire` does, but continue after `granted`. The lease stays in use until the generator or client is closed.
 
         If the lease is preempted, the stream reports this and the lease waits again. The stream ends with `refused`. Raises
         BrokerUnavailableError.
@@ -388,7 +388,7 @@ PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # wait for an answer; 5 s with the pause
 class SilenceWatch:
     """Pings the broker in a thread, from `start` to `stop`, to notice if it hangs during a long call.
 
-    `connect` makes a client with the given timeout in seconds. Each time the broker does not answer, the thread calls `report` with the
+    `connect` creates a client with the given timeout in seconds. Each time the broker does not answer, the thread calls `report` with the
     error. When the broker answers again, the thread calls `report` with None.
     """
 

@@ -87,9 +87,9 @@ def socket_path() -> str:
 def _is_system_service_there() -> bool:
     """Return whether the machine has a system service.
 
-    It does if the service's socket, the lock of a stopped service, or the service's unit exists. A file that this process is not permitted
-    to access counts as existing. A user's broker must not start before the service or during its restart, because it would take the
-    devices, and the service could then not start.
+    There is one if the service's socket, the lock of a stopped service, or the service's unit exists. A file that this process is not
+    permitted to access counts as existing. A user's broker must not start before the service or during its restart, because it would take
+    the devices, and the service would be unable to start.
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock", SYSTEM_UNIT):
         try:
@@ -115,8 +115,8 @@ def ensure_broker(
 
     `timeout_s` is the time limit, in seconds, for starting the broker and for each of the client's calls. `answer_s` is the limit for a
     running broker's first answer (by default `timeout_s`). `command` starts a broker (by default `restart_command`). `simulate` describes
-    the simulated devices of a newly started broker, if the environment describes none. This function blocks, so an event loop must call it
-    in a thread. Raises BrokerUnavailableError.
+    the simulated devices of a newly started broker, if the environment doesn't describe any. This function blocks, so an event loop must
+    call it in a thread. Raises BrokerUnavailableError.
     """
     path = socket if socket is not None else socket_path()
     _check_folder_if_there(path)
@@ -206,7 +206,7 @@ def _answers(client: "BrokerClient", answer_s: float) -> bool:
 def _check_folder_if_there(path: str) -> None:
     """Check the socket's folder if it exists.
 
-    A missing folder is not an error if a running broker, or the next one, will create it again.
+    A missing folder is not an error if a running broker, or the next one, will recreate it.
     """
     try:
         check_folder(path)

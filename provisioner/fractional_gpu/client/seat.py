@@ -84,7 +84,7 @@ def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | Non
 
 
 class SeatClient(BrokerClient):
-    """A client that also has the routes for hubs. These raise ForbiddenError for users who are not administrators."""
+    """A client with additional routes for hubs. These raise ForbiddenError for users who are not administrators."""
 
     def offers(self, request: OfferRequest) -> Offers:
         """Return what each pool currently offers one user."""
@@ -112,7 +112,7 @@ class SeatClient(BrokerClient):
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
         """Change a pool's keys until the broker restarts.
 
-        Raises NotFoundError, or BadRequestError with a sentence that says what is allowed.
+        Raises NotFoundError, or BadRequestError with a message that describes the allowed values.
         """
         return self.call(routes.CHANGE_POOL, PoolChange(keys=dict(keys)), pool)
 

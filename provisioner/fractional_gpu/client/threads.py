@@ -1,8 +1,8 @@
 """Runs blocking calls for an event loop, with one thread per call, even in a forked process or while the interpreter exits.
 
-`asyncio.to_thread` is not used, because it runs work in the loop's default executor. A forked child has the executor but not its threads,
-so its work never runs. Once the interpreter begins to exit (`atexit`), executors refuse work. Calls that wait for the GPU would also occupy
-all of the executor's threads.
+`asyncio.to_thread` is not used, because it runs work in the loop's default executor. A forked child inherits the executor but not its
+threads, so the work never runs. Once the interpreter begins to exit (`atexit`), executors refuse work. Calls that wait for the GPU would
+also occupy all of the executor's threads.
 """
 
 import asyncio

@@ -363,7 +363,7 @@ def await_empty(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device once it is empty, or after `wait_ms`. Call `freed` with the MiB freed so far and the total MiB to free."""
+    """Wait up to `wait_ms` until the device is empty, then return it. Call `freed` with the MiB freed so far and the total MiB to free."""
     end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))

@@ -64,7 +64,7 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
 
 
 def growing_lines(path: Path, finished: Iterable[Path]) -> Generator[bytes | None, None, None]:
-    """Yield the lines of the finished files, then of the file at `path`, even if it is replaced, and None whenever there are no more."""
+    """Yield lines from the finished files, then from the file at `path`, even if it is replaced. Yield None whenever there are no more."""
     rest = bytearray()
 
     def lines(file: BinaryIO) -> Iterator[bytes]:

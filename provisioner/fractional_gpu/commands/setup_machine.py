@@ -1,7 +1,7 @@
 """`jupyter gpu setup-machine` sets up one broker, one environment and one set of kernels for all users of a workstation.
 
 It checks and plans everything before changing anything, and records each file's digest before writing the file. If the command is killed at
-any point, the next run or `--undo` can therefore finish the job. A file with any other content is taken to be someone else's, and is
+any point, the next run or `--undo` can therefore finish the job. A file with different content is assumed to be someone else's, and is
 neither replaced nor removed.
 """
 
@@ -261,7 +261,7 @@ def _installing(machine: Machine) -> Iterator[list[str]]:
 
 
 def _configuration(options: argparse.Namespace, machine: Machine) -> tuple[Settings, dict[Path, bytes]]:
-    """Return the broker's settings, and their file's path and content if the file is ours."""
+    """Return the broker's settings and, if their file is ours, its path and content."""
     there, admins = machine.read(CONFIG), options.admins or "gpu-admin"
     try:
         if there is not None and not (options.share or options.pool or options.admins):

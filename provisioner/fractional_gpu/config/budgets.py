@@ -88,7 +88,7 @@ def _pools(value: object) -> tuple[str, ...]:
 def parse_amount(value: object) -> tuple[Unit, int, str]:
     """Return the unit, the amount (in milli-GPU milliseconds, mJ or thousandths of the currency), and the currency or "".
 
-    Raises ValueError with a message that says what is allowed.
+    Raises ValueError with a message that describes the allowed values.
     """
     match = _LIMIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
@@ -130,7 +130,7 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 
 
 def over_budget(value: object) -> tuple[Consequence, ...]:
-    """Parse the setting that says what happens when a budget is used up. Raises ValueError with a message that says what is allowed."""
+    """Parse the setting for what to do when a budget is used up. Raises ValueError with a message that lists the allowed values."""
     allowed = (
         "expected 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
         "'when-free, no-new-seats'"

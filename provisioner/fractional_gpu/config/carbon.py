@@ -1,9 +1,9 @@
 """The carbon intensity of electricity (CO2 per kWh), which the administrator sets as one number or as a CSV file with hourly figures.
 
-The file must have a header, and two of its columns are read. Times come from the first column with `time` in its name. They are in ISO
-8601, and in UTC if they have no time zone. Figures come from the first column with both `g` and `kwh` in its name, such as `g_per_kwh` or
-`Carbon intensity gCO2eq/kWh`. Exports of electricity data use this format. If an hour is missing, the last figure before it is used. For
-hours before the first figure, the first figure is used.
+The file must have a header, and two of its columns are read. Times come from the first column with `time` in its name. They are in ISO 8601
+format, and assumed to be UTC if they have no time zone. Figures come from the first column with both `g` and `kwh` in its name, such as
+`g_per_kwh` or `Carbon intensity gCO2eq/kWh`. Exports of electricity data use this format. If an hour is missing, the last figure before it
+is used. For hours before the first figure, the first figure is used.
 """
 
 import csv
@@ -44,7 +44,7 @@ class Carbon:
 def parse_setting(value: object) -> float | Path | None:
     """Return the configured grams per kWh, or the absolute path of the configured file, or None if neither is configured.
 
-    Raises ValueError with a message that says what is allowed.
+    Raises ValueError with a message that describes the allowed values.
     """
     if value is None:
         return None
@@ -62,7 +62,7 @@ def parse_setting(value: object) -> float | Path | None:
 def read(setting: float | Path) -> Carbon:
     """Return the configured figures.
 
-    Raises ValueError with a message that names the file and the line, quotes the line, and says what is allowed.
+    Raises ValueError with a message that names the file and the line, quotes the line, and describes the allowed values.
     """
     if not isinstance(setting, Path):
         return Carbon(f"{setting:g} g CO2 per kWh, as configured", (round(setting * 1000),))

@@ -27,7 +27,7 @@ _SPAN = re.compile(rf"{_DAY}(?:-{_DAY})?\s+{_TIME}-{_TIME}", re.ASCII | re.IGNOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """A group's terms in a pool: the weight of its members when users compete, and their priority."""
+    """A group's terms in a pool: its members' priority, and their weight when users compete."""
 
     weight: int = 100
     priority: int = 0
@@ -86,7 +86,7 @@ def groups(value: object) -> Mapping[str, GroupTerms] | None:
 
 
 def hours(value: object) -> OpeningHours | None:
-    """Return the opening hours, or None for 'always'. Raises ValueError with a message that says what is allowed."""
+    """Return the opening hours, or None for 'always'. Raises ValueError with a message that describes the allowed values."""
     if value == "always":
         return None
     if not isinstance(value, str) or len(value) > _LONGEST_HOURS or not value.strip():

@@ -50,7 +50,7 @@ _ENTRY: Final = re.compile(
 
 
 def parse_yielders(value: object) -> tuple[ModelServer, ...]:
-    """Return the configured servers. Raises ValueError with a message that says what is allowed."""
+    """Return the configured servers. Raises ValueError with a message that describes the allowed values."""
     servers: dict[ModelServer, None] = {}
     for one in value if isinstance(value, (list, tuple)) else [None]:
         if (match := _ENTRY.fullmatch(str(one))) is None or int(match[2] or 1) > 65_535:

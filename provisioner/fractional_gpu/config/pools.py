@@ -350,7 +350,7 @@ class Pool(HasTraits):
         )
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
-        """Return the name and terms of whichever of these groups has the best terms, or None if none of them may use the pool."""
+        """Return the name and terms of the group with the best terms, or None if none of these groups may use the pool."""
         if self.groups is None:
             return "", GroupTerms()
         mine = [(name, self.groups[name]) for name in groups if name in self.groups]

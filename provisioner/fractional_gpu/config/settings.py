@@ -365,7 +365,7 @@ def _search() -> tuple[Path, ...]:
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    """Run the configuration file and return its GPUBroker settings. Raises ConfigError with the line that failed."""
+    """Run the configuration file and return its GPUBroker settings. Raises ConfigError with a message that names the failing line."""
     try:
         mode = file.stat().st_mode
     except OSError as error:

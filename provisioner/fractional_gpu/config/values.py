@@ -1,7 +1,7 @@
 """Settings, their parsers, and the errors for invalid values.
 
 A parser converts a configured value to a plain one: sizes to MiB, durations to milliseconds, and fractions and shares to thousandths. For
-an invalid value, it raises ValueError (never TypeError) with a message that says what is allowed.
+an invalid value, it raises ValueError (never TypeError) with a message that describes the allowed values.
 """
 
 import pwd
@@ -48,7 +48,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. The message names the file, the key and the value, and says what is allowed."""
+    """The configuration cannot be used. The message names the file, the key and the value, and describes the allowed values."""
 
 
 class PartError(ValueError):
@@ -136,9 +136,9 @@ def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | N
 
 
 def idle_after(value: object) -> tuple[int | None, bool]:
-    """Return the idle time in ms after which a kernel is suspended, and whether the arbiter decides when to suspend it instead.
+    """Return the idle time in ms after which a kernel is suspended, and whether the arbiter chooses this time instead.
 
-    If the time is None and the arbiter does not decide, kernels are suspended only when room is needed.
+    If the time is None and the arbiter does not choose it, kernels are suspended only when room is needed.
     """
     found = or_word("auto", or_word("on-demand", duration()))(value)
     return found, value == "auto"

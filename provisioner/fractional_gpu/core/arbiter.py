@@ -413,7 +413,7 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what is metered for the lease, or None if the lease has no process, even if room is reserved for it.
+    """Return what is metered for the lease. If it has no process, return None, even if room is reserved for it.
 
     A lease holds its devices while it has a reservation on them, including during swaps. It is busy while a cell, or a process that
     outlived its kernel, might be running on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.

@@ -148,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """The pool's `revoked_ttl_ms` has passed since the seat ended. End the lease's processes. The effect is repeated until they have."""
+    """The pool's `revoked_ttl_ms` has passed since the seat ended. End the lease's processes. This effect repeats until they are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,9 +224,9 @@ class LeasesMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected(LeaseEvent):
-    """There is a sign that the lease's next cell will start before `until_ms`.
+    """The lease's next cell is likely to start before `until_ms`.
 
-    `confidence_milli` is the sender's estimate of the probability that it does, in thousandths.
+    `confidence_milli` is the sender's estimate of the probability, in thousandths.
     """
 
     until_ms: int

@@ -1,8 +1,8 @@
 """Resumes suspended leases before a cell needs them, either because a cell is expected or because host memory is short.
 
 **Expectations.** Front ends and the kernel send signs that a cell is about to run. The rhythm of the lease's earlier cells is another sign.
-If a cell runs in time, all of its signs are counted as right, otherwise as wrong. This is how the arbiter learns how reliable each kind of
-sign is for each lease. A lease suspended on request is resumed only when a cell needs it, never because of a sign.
+If a cell runs in time, all the signs of it are counted as right, otherwise as wrong. This is how the arbiter learns how reliable each kind
+of sign is for each lease. A lease suspended on request is resumed only when a cell needs it, never because of a sign.
 
 **Early resumes** use only room and swap channels that no ticket needs. An early resume begins if no ticket is waiting in the pool, a swap
 channel is free, and the resume is predicted to take at most `foresight_swap_ms`. A lease resumed early makes room as soon as a ticket needs
@@ -39,7 +39,7 @@ _SIGNS = {
 
 
 class Expectations:
-    """Records signs that a cell is about to run, and whether one did."""
+    """Records signs that a cell is about to run, and whether a cell then ran."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -63,7 +63,7 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether signs of a cell matter. They don't if one is running or waiting, or if only a cell may resume the lease."""
+        """Return whether signs of a cell matter. They don't if a cell is running or waiting, or if they may not resume the lease."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
@@ -78,7 +78,7 @@ class Expectations:
         self._settle(lease, true=True)
 
     def take_due(self, lease: Lease) -> None:
-        """Stop expecting a cell that did not run in time. Start expecting one if the lease's rhythm predicts one now."""
+        """Stop expecting a cell that did not run in time. If the lease's rhythm says that a cell is due now, start expecting that cell."""
         now_ms, known = self._changes.now_ms, lease.expectation
         if known is not None and known.until_ms <= now_ms:
             self._settle(lease, true=False)
@@ -178,7 +178,7 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
 
 
 def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
-    """Return the idle leases to suspend on the device, or None if suspending them is unnecessary, not enough or not allowed."""
+    """Return the idle leases to suspend on the device, or None if suspending them isn't necessary, wouldn't be enough or isn't allowed."""
     short_mib = lease.need_mib - capacity.total_mib(device_id)
     if short_mib <= 0:
         return None  # leases that are already leaving free enough, so the resume follows later
@@ -205,7 +205,7 @@ def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return the expected cost of suspending `victim`: its swap time in ms, times the chance (in thousandths) that it runs a cell first."""
+    """Return the expected cost of suspending `victim`: its swap time in ms times the chance, in thousandths, of it running a cell first."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)
@@ -239,7 +239,7 @@ def relieve_host_memory(changes: Changes) -> None:
     """Resume saved leases early while host memory is short, swap channels are free and a lease fits on a device.
 
     Leases whose own control group is short of memory come first, followed by the most recently active ones, which are likely to run next. A
-    lease that was resumed early is not saved again until host memory allows it.
+    lease that was resumed early is not saved again until there is enough host memory.
     """
     books = changes.books
     while not books.waiting and changes.channel_free:

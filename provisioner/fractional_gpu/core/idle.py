@@ -5,12 +5,12 @@ room has cost as much as restoring it will. This is the ski-rental problem: no m
 twice that of the better choice in hindsight.
 
 - The cost of restoring is the time the resume takes.
-- The cost of holding is the time other cells lose. The arbiter learns this cost (`HoldCosts`) by dividing how long tickets waited for idle
-  leases to be saved by the memory the pool's idle leases held in the meantime. Lost time is weighted by `_LOST_COUNTS`.
+- The cost of holding is the time other cells lose. The arbiter learns this cost (`HoldCosts`): it divides the time that tickets spent
+  waiting for idle leases to leave by the memory that the pool's idle leases held in the meantime. Lost time is weighted by `_LOST_COUNTS`.
 - A pool can also put a price on holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
 
-While holding costs nothing, no lease is suspended, because a ticket that needs the room gets it anyway. Saved leases use host memory,
-which may be needed later to suspend leases for tickets. So `idle_auto` suspends a lease only if half of host memory stays free.
+If holding costs nothing, no lease is suspended, because a ticket that needs the room gets it anyway. Saved leases use host memory, which
+may be needed later to suspend leases for tickets. So `idle_auto` suspends a lease only if half of host memory stays free.
 """
 
 from typing import TYPE_CHECKING
@@ -60,7 +60,7 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
 def suspend_idle(changes: "Changes") -> bool:
     """Suspend leases that have been idle long enough, and schedule a recheck for the others.
 
-    Return whether this freed room that was being kept for one of the suspended leases to grow.
+    Return whether any of the suspended leases was waiting to grow, because the room kept for it is now free.
     """
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):
@@ -107,7 +107,7 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how many ms after its last activity the lease should be suspended, or None while keeping its room costs nothing."""
+    """Return how many ms after its last activity the lease should be suspended, or None if keeping its room costs nothing."""
     # The result is cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
@@ -116,7 +116,7 @@ def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how many ms of holding the lease's room cost as much as a resume. Prices are in millionths of the currency per hour."""
+    """Return for how many ms holding the lease's room costs less than a resume. Prices are in millionths of the currency per hour."""
     wait = pool.wait_price_milli * 1000
     lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost
@@ -128,12 +128,12 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Add the expected duration of saving an idle lease to the ticket it makes room for. Call this before the lease is saved."""
+    """Record on the ticket how long saving this idle lease to make room for it is expected to take. Call this before the lease is saved."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn how long a cell was delayed because idle leases held memory. Call this when `lease` gets room. No ticket means no delay."""
+    """Learn how long idle leases in its way delayed `lease`. Call this when it gets room. If it had no ticket, there was no delay."""
     pool = lease.spec.pool
     # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

@@ -1,4 +1,4 @@
-"""Checks that the arbiter's books are consistent, recomputing every sum from scratch."""
+"""Checks that the arbiter's books are consistent by recomputing every sum from scratch."""
 
 from collections.abc import Iterator
 

@@ -4,7 +4,7 @@
 is no guarantee that their processes will ever start. (Admission limits how many such leases an owner may have.)
 
 - An owner is a user, or the hub user of a seat. Each owner may always have one such lease that holds or queues for room. Further ones must
-  fit within `unattached_share` of the pool's memory, and are not allowed if such leases are all that keeps another owner's ticket waiting.
+  fit within `unattached_share` of the pool's memory, and are not allowed if another owner's ticket is waiting only because of such leases.
   The rest are `parked`. A parked lease files a ticket once an earlier lease gets its process, ends or loses its room. That ticket queues
   behind any that other owners have filed in the meantime.
 - Such a lease's room is kept for `unattached_hold_ms`. After that, any ticket that needs the room may take it. While no ticket is
@@ -68,7 +68,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True)
 
     def _taken_mib(self) -> dict[tuple[str, str], int]:
-        """Return how much memory, in MiB, leases without a process hold or queue for, by pool and owner."""
+        """Return the memory held or queued for by leases without a process, in MiB, by pool and owner."""
         taken: dict[tuple[str, str], int] = {}
         for lease in self._books.in_state(LeaseState.UNATTACHED):
             asks = lease.ticket is not None and lease.ticket.before_start
@@ -98,7 +98,7 @@ class StartReservations:
         return False
 
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
-        """Free room whose hold time is over, in pools where a ticket is waiting for room. Return whether any was freed.
+        """Free room whose hold time has expired, if another lease in the pool could use it. Return whether any was freed.
 
         Set `first` if the queue has not been served yet. In that case, room is freed only for tickets that don't fit anywhere, to spare
         other leases a needless suspend.
@@ -334,7 +334,7 @@ class Lifecycle:
             lease.suspend_requested_by = by  # `Scheduler` begins it, or declines with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Record whether the process can be checkpointed. Once it can be again, earlier failures no longer delay a suspend."""
+        """Record whether the process can be checkpointed. Once that is possible again, earlier failures no longer delay a suspend."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

@@ -3,10 +3,10 @@
 - **Admission** (`refusal`). A lease is refused immediately if it can never be served, or if it would exceed a limit or the pool's allowed
   oversubscription. The refusal says what is available and what the user can do.
 - **User and group limits.** The number of leases and the total of their fractions are checked at admission. The total on devices at any one
-  time is checked later: a ticket that would exceed this limit waits (`over_limit`). While it waits, it neither blocks others nor counts as
+  time is checked later: a ticket that would exceed this limit waits (`over_limit`). In the meantime, it neither blocks others nor counts as
   passed over, and idle leases of the same user or group are suspended for it.
-- **Priorities** and **pins.** A pin keeps an idle lease on its device, and is charged to its owner's daily budget. A claim is pinned for as
-  long as it lasts.
+- **Priorities** and **pins.** A pin keeps an idle lease on its device, and is charged to its owner's daily budget. A claim is pinned until
+  it ends.
 """
 
 from collections.abc import Iterator
@@ -211,7 +211,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
 def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield the sets of limits that apply to a lease, as tuples of "user" or "group", the account, and the limits."""
+    """Yield a tuple for each set of limits that applies to a lease: "user" or "group", the account, and the limits."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -219,7 +219,7 @@ def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple
 
 
 def added_milli(books: Books, lease: Lease) -> int:
-    """Return how many milli-GPU serving the lease's ticket would add to its user's total on devices, or 0 if no such limit applies."""
+    """Return how much the user's total on devices would grow, in milli-GPU, if the lease's ticket were served, or 0 if it isn't limited."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     limits = _limits_for(books, books.policy(lease), lease.spec)
     if all(limit.resident_milli is None for _, _, limit in limits):
@@ -240,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return the limits exceeded if the lease gets `milli`, as tuples of "user" or "group", the account, the excess, and the limit."""
+    """Return a tuple for each limit exceeded if the lease gets `milli`: "user" or "group", the account, the excess, and the limit."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)
@@ -249,7 +249,7 @@ def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, 
 
 
 def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user or group to suspend to keep the lease within its limits, or None if too few are idle."""
+    """Return the user's or group's idle leases that must be suspended to keep the lease within its limits, or None if there are too few."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _exceeded_limits(books, lease, milli):
         leaving = [

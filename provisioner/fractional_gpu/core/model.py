@@ -68,7 +68,7 @@ class Foresight(StrEnum):
 
 
 class Sign(StrEnum):
-    """A sign that a cell is about to run. The arbiter learns how often each kind is right. The values are part of the protocol."""
+    """A sign that a cell is about to run. The arbiter learns how often each kind of sign is right. The values are part of the protocol."""
 
     FOCUS = "focus"  # the notebook was opened or brought to the front
     SCROLL = "scroll"
@@ -306,7 +306,7 @@ class DeviceView:
 class QueueDelay:
     """How long a pool's tickets have waited.
 
-    `over_bound` counts the tickets that have waited longer than other leases' fair turns can explain.
+    `over_bound` counts the tickets that have waited longer than they would if other leases had only had their fair turns.
     """
 
     longest_ms: int = 0  # the longest wait
@@ -315,7 +315,7 @@ class QueueDelay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketView:
-    """A place in the queue. `position` starts at 1 in each pool. It is None if the lease has its room and is being resumed."""
+    """A place in the queue. `position` starts at 1 in each pool. It is None if the lease already has its room and is being resumed."""
 
     lease_id: str
     position: int | None

@@ -239,7 +239,7 @@ class _Move:
 
 
 def relieve_compute(changes: Changes) -> None:
-    """Move busy leases off devices where they slow each other down, while no ticket is waiting and swap channels are free.
+    """If no ticket is waiting and swap channels are free, move busy leases off devices where they slow each other down.
 
     Begin the best move, or the first suspend that makes room for it. In the second case, the move itself follows once the idle leases have
     left, if it is still worthwhile.
@@ -280,7 +280,7 @@ def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
 
 
 def _moves_from(books: Books, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
-    """Yield moves of this device's leases to other devices that would gain enough time."""
+    """Yield the moves from this device to other devices that would save enough time to be worthwhile."""
     busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
     known = [lease for lease in busy if lease.cell_milli is not None]
     if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
@@ -346,9 +346,9 @@ QUIET_MS = 60_000
 def empty_devices(changes: Changes) -> None:
     """In each pool with `empty_devices`, begin the next move that helps to empty a device, while swap channels are free.
 
-    A device's leases move to fuller devices of the same kind, so none of them ever moves back. They move only if all of them can, because a
-    half-empty device is no use. They must have been idle for a while and not be expected to run soon, and none of their swaps may take
-    longer than the pool's limit for early swaps.
+    A device's leases move to fuller devices of the same kind, so none of them ever moves back. They move only if all of them can, because
+    there is no point in half emptying a device. They must have been idle for a while and not be expected to run soon, and none of their
+    swaps may take longer than the pool's limit for early swaps.
     """
     books = changes.books
     for pool in books.pools.values():

@@ -5,12 +5,12 @@ The engine allocates whatever part of the count is not in use according to its o
     in use by the engine's records + admitted by the pool's forecast - allocated but without a seat yet
 
 The engine's records do not include hub seats or local users' seats. Those seats reduce what the forecast admits. The records can also show
-less than the total of the jobs' seats, because Slurm forgets part of its records when it rereads its configuration. The records are used
-even then, because the engine goes by them.
+less than the total of the jobs' seats, because Slurm forgets part of its records when it rereads its configuration. The count is based on
+the records even then, because the engine goes by them.
 
 Slurm refuses a new job that requests more than any node offers, and never starts one that is already queued. So the count is never below
-`least_milli`, the largest fraction on offer, which lets one job start without being admitted, within the pool's oversubscription. If no
-broker answers, the last count is kept for a while, because a broker restarts within seconds. After that, the count drops to what is in use.
+`least_milli`, the largest fraction on offer. This lets one job start without being admitted, within the pool's oversubscription. If no
+broker answers, the last count is kept for a while, because a broker restarts within seconds, and then drops to what is in use.
 """
 
 from dataclasses import dataclass
@@ -88,8 +88,8 @@ class Pacing(Generic[State]):
     attempt. A random delay of up to `jitter_ms` keeps agents that saw the same event from writing at the same time. Further changes do not
     postpone the write, which uses the latest state. Failed writes are retried after jittered pauses that double up to `longest_retry_ms`.
 
-    While writes succeed, a state that lasts is written within `floor_ms + jitter_ms` of first appearing. Times are in ms on any
-    monotonic clock. Agents need different seeds, so that their writes are spread out.
+    If writes succeed, a state that doesn't change again is written within `floor_ms + jitter_ms` of first appearing. Times are in ms on any
+    monotonic clock. Give each agent a different seed, so that their writes are spread out.
     """
 
     def __init__(self, rules: PacingRules, seed: int) -> None:

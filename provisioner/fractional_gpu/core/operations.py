@@ -191,7 +191,7 @@ class OperationResults:
             self._leave_devices(lease, *told)
 
     def _settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
-        """Record how much memory a lease found in this state holds, even if too little is free. It keeps at least what it held before."""
+        """Record how much memory is held by a lease found in this state: at least as much as before, even if too little is free."""
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)

@@ -6,7 +6,7 @@ was saved from, or go to devices of the same kind if the pool moves leases.
 **Compute.** A busy lease's demand is the part of a device it needs, which the arbiter learns. Busy leases that together need more than the
 whole device slow each other down (`time_slicing`). A pool that spreads leases prefers devices where total demand, including the newcomer's,
 stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest, or if there are none, the device with the least
-excess. Tickets never wait for compute, which only ranks devices that have enough memory or will have it.
+excess. Compute never keeps a ticket waiting: it only affects the ranking of devices that have, or will have, enough memory.
 
 **Memory.** Among devices that rank equally for compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
 """
@@ -99,14 +99,14 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how much of a device, in thousandths, other busy leases can need before the newcomer exceeds its pool's bound."""
+    """Return the most that other busy leases can need of a device, in thousandths, if the newcomer is to stay within its pool's bound."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
     """Return how busy the device would be for a newcomer, in coarse steps. Values of `FULL` or more exceed the pool's bound.
 
-    `room_milli` is how much of the device, in thousandths, the neighbours can need within that bound. Leases in `leaving` are left out.
+    `room_milli` is the most that the neighbours can need of the device within that bound, in thousandths. Leases in `leaving` are left out.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -136,7 +136,7 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how long a cell that needs `want_milli` of a device takes alongside other busy leases, in thousandths of its time alone."""
+    """Return how long a cell that needs `want_milli` of a device takes beside other busy leases, in thousandths of its time when alone."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 

@@ -1,7 +1,7 @@
-"""Makes one pass over the queue: visits each ticket that is waiting for room once, in order, and serves it if possible.
+"""Makes one pass over the queue, in which each ticket that is waiting for room is visited once, in order, and served if possible.
 
-`Turns` defines the order, and `QueuePass._visit` the cases. If a ticket would not fit even if every lease that can leave did, it waits, and
-nothing is suspended for it (law 3). A ticket is passed over at most K times (`max_passed_over`) before room is kept for it (law 4).
+`Turns` defines the order, and `QueuePass._visit` the cases. If a ticket wouldn't fit even after every lease that can leave has left, it
+waits, and nothing is suspended for it (law 3). A ticket is passed over at most K times (`max_passed_over`). Then room is kept (law 4).
 
 **Patience.** Virtual time alone does not bound a wait, because a small lease can keep using up its owner's share while a large lease of the
 same owner waits forever. So a ticket becomes due once it has waited twice as long as its share justifies (`patience_ms`). A due ticket goes
@@ -19,7 +19,7 @@ preemption policy. If idle leases cannot make enough room for a ticket, the pass
   residency.
 
 Each pass chooses which gates to close or open, but only an event's last pass acts on this (`settle_gates`), because an earlier pass may ask
-for room that the same event frees later. If a step frees room that a ticket visited earlier might use, another pass follows
+leases to yield room that the same event frees later. If a step frees room that a ticket visited earlier might use, another pass follows
 (`needs_another`).
 """
 
@@ -48,8 +48,8 @@ _FIRST, _DUE, _USUAL = range(3)
 def patience_ms(books: Books, lease: Lease) -> int:
     """Return how long a ticket waits before it is due, in ms, in a pool that shares by virtual time.
 
-    This is twice the wait that the lease's share justifies. That wait is the time one lease of its size takes for a turn and a swap,
-    divided by its owner's share of the pool and by the lease's share among its owner's leases. Shares are based on the contenders' weights.
+    This is twice the wait the lease's share justifies, which is the time one lease of its size takes for a turn and a swap, divided by its
+    owner's share of the pool and by its own share among its owner's leases. Shares are based on the contenders' weights.
     """
     pool = books.policy(lease)
     name = next((books.devices[one].spec.name for one in pool.devices if one in books.devices), "")
@@ -86,7 +86,7 @@ class Turns:
     1. Leases on their way to another device.
     2. Higher priorities.
     3. Urgent tickets, and tickets with room kept for them that are older than an urgent one.
-    4. Due tickets: those that busy leases are leaving for, or that have waited twice as long as their share justifies.
+    4. Due tickets: busy leases are leaving to make room for them, or they have waited twice as long as their share justifies.
     5. In a fair pool, the ticket that has had the least of its share. In other pools, and for ties, the oldest ticket.
 
     Shares are compared only within a pool. In a fair pool, the turn of the oldest ticket goes to the owner with the least virtual time, and
@@ -142,7 +142,7 @@ class QueuePass:
         self.needs_another = False  # room was freed that tickets visited earlier might use
 
     def serve(self) -> None:
-        """Visit each ticket that is waiting for room once, in order."""
+        """Visit each ticket that is waiting for room, once and in order."""
         books = self._books
         waiting = list(books.waiting.values())
         self._line = [lease for lease in waiting if lease.waits_for_room]
@@ -273,7 +273,7 @@ class QueuePass:
         return (lease.spec.owner, lease.spec.group, milli) if by_owner else ()
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
-        """Return devices the lease fits on now, or None. A lease needs no more room if only its share grows."""
+        """Return devices the lease fits on now, or None. If only the lease's share grows and not its memory, it needs no more room."""
         if lease.is_growing:
             return devices if devices and (not need_mib or self.capacity.fits(devices, need_mib)) else None
         return self.capacity.pick_for(lease, devices, need_mib)
@@ -384,7 +384,7 @@ class QueuePass:
         """Keep room for a waiting ticket that has been passed over as often as its pool allows.
 
         Idle leases are suspended one by one, because they might never all be idle at the same time. This is done only on devices that could
-        serve the ticket if every lease that could ever leave did so.
+        serve the ticket once every lease that can leave has left.
         """
         if not self._is_overdue(lease):
             return
@@ -410,7 +410,7 @@ class QueuePass:
             self._set_wait(lease, ticket, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(dict.fromkeys(blockers))))
 
     def _keep_room(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a ticket on as many devices as it needs, plus one for each further `max_passed_over` times it is passed over."""
+        """Keep room for a ticket on the devices it needs, plus one more each time it is passed over another `max_passed_over` times."""
         most = self._books.policy(lease).max_passed_over
         number = lease.count + max(0, ticket.passed_over - most) // max(1, most)
         ticket.kept_on = self.capacity.devices_to_keep(lease, devices, lease.ask_mib, number)

@@ -1,12 +1,12 @@
 """Forecasts how long tickets will wait by simulating the queue, and learns from completed waits, cells and swaps.
 
-**The simulation.** Each device has some free memory, and each lease on it frees its memory at some point: an idle lease once it can be
-suspended, a busy lease when its cell is expected to end or can be preempted, and a suspending lease when it is saved. Tickets that need no
-busy lease to leave, or that room is kept for, are served first, in order. The rest follow, because the arbiter lets small tickets pass
-large ones. Each ticket takes the device it can get first, waits for earlier swaps and its own, and frees its memory after one cell.
+**The simulation.** Each device has free memory, and each lease on it frees its memory at some point: an idle lease once it can be
+suspended, a busy lease when its cell is expected to end or can be preempted, and a suspending lease when it is saved. Tickets that have
+room kept for them or need no busy lease to leave are served first, in order. The rest follow, because the arbiter lets small tickets pass
+large ones. Each takes the device it can get soonest, waits for earlier swaps and its own, and frees its memory after one cell.
 
-Only the first `MOST_AHEAD + 1` tickets are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. Waits of tickets further
-back are extrapolated. `Forecasts.wait_span` corrects the result based on earlier errors.
+Only the first `MOST_AHEAD + 1` tickets are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. The waits of tickets
+further back are extrapolated. `Forecasts.wait_span` corrects the result based on earlier errors.
 """
 
 from collections import defaultdict
@@ -105,7 +105,7 @@ class _QueueSimulation:
         return most[: max(MOST_DEVICES, lease.count)]
 
     def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_FreedMemory] | None:
-        """Return which leases can make enough room on the device soonest, or None if they never can."""
+        """Return the leases that can soonest make enough room on the device, or None if there will never be enough."""
         room_mib, taken = self._free_mib[device_id], list[_FreedMemory]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
@@ -171,7 +171,7 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the ticket's wait can be forecast. It can't in quarantine, at a limit, or if the kernel has to start first."""
+    """Return whether the ticket's wait can be forecast. It can't in quarantine, at a limit, or if the kernel must start first."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False
@@ -307,7 +307,7 @@ _SLACK_MS = 1_000  # forecasts are shown in seconds, and can be a second old
 
 
 def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
-    """Return the forecast to show now, and store its upper bound. `worked_out` is the simulated remaining wait."""
+    """Return the forecast to show now, and store its upper bound. `worked_out` is the remaining wait according to the simulation."""
     resumes = lease.state is LeaseState.RESUMING
     since_ms = lease.since_ms if resumes else ticket.asked_ms
     promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)

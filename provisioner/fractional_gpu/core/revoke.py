@@ -8,11 +8,11 @@ asks for this.
 
 **Ended seats.** The hub server is gone, but its kernels are still alive. A lease without a seat still counts toward its owner's limits, but
 loses its guarantee, ticket and pin. It is suspended even in the middle of a cell, and is not resumed until it has another seat. After the
-pool's `revoked_ttl_ms` its processes are killed, and the lease ends with them.
+pool's `revoked_ttl_ms`, its processes are killed, which ends the lease.
 
 **Devices that become unavailable at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases it can. Idle leases
-are saved at once, and busy leases as late as their swaps allow. Users are told what cannot be saved. After the deadline, the device is
-drained like any other.
+are saved at once, and busy leases as late as their swaps allow. Users are notified of what cannot be saved. After the deadline, the device
+is drained like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -399,7 +399,7 @@ _MOST_PRIORITY_STEPS = 10
 
 
 def value_of(worked_ms: int, priority: int) -> int:
-    """Return a lease's value, which is one minute plus the time its cells have run on a device.
+    """Return a lease's value: one minute plus the time its cells have run on a device.
 
     The value doubles with each step of priority above 0, and halves with each step below 0.
     """
@@ -455,7 +455,7 @@ def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate
 
 
 def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set of leases, with time measured in slots.
+    """Return the most valuable set of leases that can be saved in time, with time measured in slots.
 
     `best[t]` is the highest value of leases that fill exactly t slots, or -1 if no leases do.
     """
@@ -500,7 +500,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add candidates left out so far, if time and host memory allow, starting with those of the highest value per ms."""
+    """Add candidates left out so far, if time and host memory allow. Those with the highest value per ms come first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):

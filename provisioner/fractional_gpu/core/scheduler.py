@@ -1,10 +1,10 @@
-"""Serves as many waiting leases as possible after each event.
+"""Serves as many waiting leases as it can after each event.
 
 Each run takes the following steps in order. They all share the swap channels.
 
 1. End leases whose time is up.
 2. Save leases before their devices become unavailable.
-3. Begin suspends that were requested, or that a breached cap, a drained device, an ended seat or a stranger has made necessary.
+3. Begin suspends that were requested, or that are needed because of a breached cap, a drained device, an ended seat or a stranger.
 4. Serve tickets.
 5. Relieve pressure on host memory.
 6. Resume leases that are expected to run a cell soon.

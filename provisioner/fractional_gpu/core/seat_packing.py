@@ -7,13 +7,13 @@ rounded up, and the last bin holds all totals that exceed the device.
 
 A cell of seat i finds no room with probability P(S > C | i active), where S is the total need and C is the device's memory. The average
 over cells is E[N; S > C] / E[N], where N is the number of active seats. The convolution therefore tracks P(S = s) and E[N; S = s]. A cell
-that finds no room waits for another cell to end. The median GPU cell lasts two minutes (in a 48-hour trace from a notebook platform). The
-model is memoryless: half of the cells still running end within the next two minutes.
+that finds no room waits until another cell ends. The median GPU cell lasts two minutes (in a 48-hour trace from a notebook platform). The
+model is memoryless: at any moment, half of the cells still running end within the next two minutes.
 
-Devices that suspended kernels can move between are treated as one device of their combined size, because a cell waits only if none of them
-has room. A share that does not divide a device evenly is rounded up to one that does (3/4 becomes a whole device), because leftover room on
-several devices cannot be combined. Seats are least independent in a class where everyone runs the same cell, so give such a pool a smaller
-bound.
+If suspended kernels can move between devices, these are treated as one device of their combined size, because a cell waits only if none of
+them has room. A share that does not divide a device evenly is rounded up to one that does (3/4 becomes a whole device), because leftover
+room on several devices cannot be combined. Seats are least independent in a class where everyone runs the same cell, so a pool for classes
+should have a smaller bound.
 
 All values are integers, such as MiB, milliseconds and millionths. The forecast does not depend on the order of the seats.
 """
@@ -114,7 +114,7 @@ def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
 
 
 def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
-    """Group devices by kind, because those of one kind are forecast together. Groups are in the order of their first devices."""
+    """Group devices by kind, because devices of the same kind are forecast together. Groups are in the order of their first devices."""
     found: dict[tuple[str, str], list[SeatDevice]] = {}
     for place in places:
         found.setdefault((place.kind, "" if place.kind else place.device_id), []).append(place)
@@ -122,7 +122,7 @@ def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
 
 
 def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
-    """Estimate a user's usage from how long kernels existed, how long they were busy, and memory use over busy time (MiB times ms)."""
+    """Estimate a user's usage from how long kernels existed, how long they were busy, and their memory use while busy (MiB times ms)."""
     busy_ms = min(busy_ms, live_ms)
     duty = (busy_ms * 1000 + prior.duty_milli * _PRIOR_LIVE_MS) // (live_ms + _PRIOR_LIVE_MS)
     mib = (busy_mib_ms + prior.active_mib * _PRIOR_BUSY_MS) // (busy_ms + _PRIOR_BUSY_MS)
@@ -220,7 +220,7 @@ def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: st
 
 
 def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
-    """Return the device where a cell is least likely to find no free memory, and the chance of that in millionths.
+    """Return the device where a cell is least likely to find no free memory, and the chance that it finds none, in millionths.
 
     The device is None if the seat fits nowhere.
     """
@@ -275,7 +275,7 @@ def more_seats(
 
 
 def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: int, bound_milli: int, most: int) -> int:
-    """Return how many more seats with this load these devices can take without exceeding the bound, up to `most` each."""
+    """Return how many more seats with this load these devices can take without exceeding the bound, up to `most` per device."""
     return sum(
         more_seats(
             group.loads,

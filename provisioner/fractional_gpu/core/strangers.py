@@ -1,6 +1,6 @@
 """Suspends leases to make way for strangers: programs that have no lease but use memory reserved for leases.
 
-Idle leases are suspended first, starting with the cheapest, once they complete their minimum residency, until strangers have room to grow.
+Idle leases that have completed their minimum residency are suspended first, starting with the cheapest, until strangers have room to grow.
 Busy leases are suspended only if their pool allows it (`yield-busy`), and only until the remaining reservations fit. Each lease is resumed
 for its next cell once there is room. A stranger whose memory use fluctuates therefore costs a lease at most one swap per minimum residency.
 """

@@ -1,4 +1,4 @@
-"""Decides which leases may be suspended for a waiting lease, works out the cost, and finds the cheapest plan.
+"""Decides which leases may be suspended for a waiting lease, computes the cost, and finds the cheapest plan.
 
 **Idle leases** are suspended first, starting with the cheapest, and only if their memory is needed. They are left alone while they are
 pinned, for a while after a failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
@@ -8,10 +8,10 @@ multiple of their swap time to prevent thrashing. They are suspended only for a 
 (`goes_before_from_ms`). This can be
 
 - a lease of higher priority (`preempt_priorities`), or
-- in a pool that shares by virtual time (`preempt_equals`), a lease of the same priority that has had less than its share, or whose ticket
-  is due. Leases of different owners are compared by the owners' virtual times, and leases of the same owner by their own.
+- in a pool that shares by virtual time (`preempt_equals`), a lease of the same priority that has had less of its share than they have, or
+  whose ticket is due. Leases of different owners are compared by the owners' virtual times, and leases of the same owner by their own.
 
-Virtual times advance while leases run, so these functions return the time *from* which the answer is yes.
+Virtual times advance while leases run, so these functions return the time *from* which the condition holds.
 
 **The cost** of a suspend is the swap time divided by the time until the lease is expected to run again (`suspend_cost`).
 
@@ -314,7 +314,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that together free enough memory and fit in host memory, without unneeded ones. Return () if none do."""
+    """Return the first leases that free enough memory and fit in host memory, leaving out any that aren't needed, or () if none do."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
@@ -439,7 +439,7 @@ class Capacity:
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
     def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
-        """Keep room on the device for a lease, even if it isn't free yet. Calling this again for the same lease has no effect."""
+        """Keep room on the device for a lease, even if the room isn't free yet. Calling this again for the same lease has no effect."""
         self._kept[device_id].setdefault(lease.lease_id, need_mib)
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
@@ -476,7 +476,7 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return the cheapest plan to make room, a reason if only host memory is lacking, or None if there is no plan.
+        """Return the cheapest plan to make room, the reason if only host memory is lacking, or None if there is no plan.
 
         The leases in `also` will leave in any case. With `between_cells`, the plan may include busy leases that yield at the end of a cell.
         """
@@ -584,7 +584,7 @@ class Capacity:
         return device.lease_capacity_mib - stays_mib >= need_mib
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
-        """Return the cheapest idle leases that fit in host memory, as many as it takes to free the missing memory on the device."""
+        """Return the cheapest idle leases that fit in host memory, as many as it takes to free the memory the device lacks."""
         device = self._books.devices[device_id]
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []

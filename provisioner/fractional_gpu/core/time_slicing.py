@@ -45,7 +45,7 @@ def slowed_milli(want_milli: int, k_milli: int) -> int:
 
 
 def most_wanted_milli(use_milli: int, largest_milli: int) -> int:
-    """Return an upper bound on the demand of a kernel using `use_milli` of a full device where none uses more than `largest_milli`.
+    """Return an upper bound on the demand of a kernel that uses `use_milli` of a full device, if no kernel uses more than `largest_milli`.
 
     No demand exceeds the whole device, so k is at most 1 / largest. The demand u follows from the use: u = use / (1 - use * (k - 1)). It is
     at least the use.

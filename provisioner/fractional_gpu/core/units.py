@@ -23,7 +23,7 @@ _LARGEST = 10**18  # larger integers are no sizes or durations, and Python may r
 def parse_memory_mib(text: str | int) -> int:
     """Parse a size and return it in MiB, rounded down. A number without a unit is in MiB.
 
-    Raise ValueError if it isn't a valid size, with a message that says what is allowed.
+    Raise ValueError if it isn't a valid size. The message says what is allowed.
     """
     expected = "expected a positive size such as 512MiB, 20GiB or 20GB"
     shown = _text(text)
@@ -40,7 +40,7 @@ def parse_memory_mib(text: str | int) -> int:
 def parse_duration_ms(text: str | int) -> int:
     """Parse a duration and return it in milliseconds. A number without a unit is in seconds.
 
-    Raise ValueError if it isn't a valid duration, with a message that says what is allowed.
+    Raise ValueError if it isn't a valid duration. The message says what is allowed.
     """
     expected = "expected a duration such as 30s, 5m, 2h or 0"
     shown = _text(text)
@@ -53,7 +53,7 @@ def parse_duration_ms(text: str | int) -> int:
 def parse_fraction_milli(value: str | float) -> int:
     """Parse a fraction and return it in milli-GPU, from 1 to 1000. It can be written as 0.25, "1/4", "0.25" or "250m".
 
-    Raise ValueError if it isn't a valid fraction, with a message that says what is allowed.
+    Raise ValueError if it isn't a valid fraction. The message says what is allowed.
     """
     expected = 'expected more than 0 and at most 1, such as 0.25, "1/4" or "250m"'
     text = _text(value, float)

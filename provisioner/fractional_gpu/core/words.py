@@ -240,7 +240,7 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return what to call `other` in messages to `reader`: the notebook's name if both have the same user, else "another user's kernel"."""
+    """Return the name for `other` in messages to `reader`: the notebook's name if both have the same user, else "another user's kernel"."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 
@@ -259,8 +259,8 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     """Describe how much neighbours slow down the lease's cell, and say who they are.
 
     For a waiting lease, describe how much neighbours would slow it down on the device where busy leases leave the most compute, not
-    counting leases that must leave first. The estimate is based on busy leases' learnt demand (`place`), and is corrected by how long cells
-    took with and without neighbours (`forecasts`).
+    counting leases that must leave first. The estimate is based on busy leases' learnt demand (`place`), and is corrected using the times
+    that cells took with and without neighbours (`forecasts`).
     """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:

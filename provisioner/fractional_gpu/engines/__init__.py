@@ -1,1 +1,1 @@
-"""Cluster engines: the node agent that reports the broker's capacity to Slurm and Kubernetes, and the seats for jobs and pods."""
+"""Support for cluster engines: a node agent that reports the broker's capacity to Slurm or Kubernetes, and seats for jobs and pods."""

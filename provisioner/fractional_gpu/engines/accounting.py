@@ -1,6 +1,6 @@
 """Summarises a job's usage for its AdminComment in Slurm: its kernels' GPU hours, energy and cost, as measured by the broker.
 
-Slurm itself only accepts comments on running jobs. Comments on jobs that have ended go to the accounting database (slurmdbd).
+Slurm itself accepts comments only on running jobs. Comments on jobs that have ended must go to the accounting database (slurmdbd).
 """
 
 import time

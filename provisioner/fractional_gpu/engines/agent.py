@@ -1,4 +1,4 @@
-"""The node agent, which asks the broker how much more it could grant and reports this to the engine as counts and a summary.
+"""Runs the node agent, which asks the broker how much more it could grant, and reports this to the engine as counts and a summary.
 
 1. It asks the broker every second or two, and computes the counts from the answer (`core.nodes`).
 2. It reads the node's record periodically and before each write. It rewrites counts that differ, because `scontrol reconfigure`, a
@@ -56,8 +56,8 @@ class AgentRules:
 class Agent:
     """The agent for one node. `connect` returns a client for the broker, and `is_ours` returns whether a seat is for a job on this node.
 
-    `say` is called with a log line for each change. `after_look` is called with the client and the seats when the broker has answered,
-    about three times per `look_ms`. It does any other work for the engine that needs the broker.
+    `say` is called with a log line for each change. `after_look` does any other work for the engine that needs the broker. It is called
+    with the client and the seats when the broker has answered, about three times per `look_ms`.
     """
 
     def __init__(

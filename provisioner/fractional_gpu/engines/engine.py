@@ -1,4 +1,4 @@
-"""The interface between a node agent and an engine (Slurm or Kubernetes), and its errors."""
+"""Defines the interface between a node agent and an engine (Slurm or Kubernetes), and its errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

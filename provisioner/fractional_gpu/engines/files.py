@@ -233,8 +233,7 @@ def _change_gres(
 def _writable(folder: Path) -> str:
     """Return the unit's lines that allow the agent to write to a folder.
 
-    If the folder is below /run, systemd creates it, because a folder created by the broker after the agent has started would be read-only
-    for the agent.
+    If the folder is below /run, systemd creates it. If the broker created it after the agent had started, the agent could not write to it.
     """
     below = folder.relative_to(_RUN) if folder.is_relative_to(_RUN) else Path()
     if not below.parts:

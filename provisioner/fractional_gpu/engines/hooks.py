@@ -33,7 +33,7 @@ class HookSettings:
 
     `pools` maps each GRES (Slurm's generic resource) to its pool. `shard_pool` is the pool for jobs with shards, or "" to ignore them.
     `has_groups` says whether Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory` says what to do if the job's
-    memory limit is too small for its share's data.
+    memory limit is too small for the data on its share of the GPU.
     """
 
     socket: str

@@ -1,4 +1,4 @@
-"""The node agent's work for Slurm jobs besides the counts: missing seats, abandoned seats, and figures for accounting.
+"""Does the node agent's work for Slurm jobs apart from the counts: takes missing seats, ends abandoned ones, and reports usage figures.
 
 If the Prolog could not register a job's seat, the agent does so as soon as the broker answers. If Slurm reports that a job has ended but
 its Epilog did not run, the agent ends the seat. The agent writes a running job's usage figures to its AdminComment, at most once per

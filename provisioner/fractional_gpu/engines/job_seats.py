@@ -47,8 +47,8 @@ _KINDS = ("wanted", "env", "json")
 class JobSeat:
     """A job's entitlement on this node. `devices` lists the UUIDs of the devices it may use; None means any device in the pool.
 
-    `memory_mib` is the job's memory limit on the node, or None. With `fits`, the share is reduced if its data would not fit into that
-    memory.
+    `memory_mib` is the job's memory limit on the node, or None. With `fits`, the share is reduced if its data wouldn't otherwise fit into
+    that memory.
     """
 
     job_id: int
@@ -156,9 +156,9 @@ class SeatFiles:
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
         """Take a seat for the job, and write the seat file. Return what was registered and any warnings.
 
-        An idle kernel's data must fit into the job's memory, because the kernel could not leave the GPU otherwise. The job has no control
-        group yet, so the amount of memory comes from its request to Slurm. Raises BadRequestError if there is too little, NoRoomError if
-        the broker refuses, other subclasses of FractionalGPUError, and OSError.
+        An idle kernel can leave the GPU only if its data fits into the job's memory. The job has no control group yet, so the amount of
+        memory comes from its request to Slurm. Raises BadRequestError if there is too little, NoRoomError if the broker refuses, other
+        subclasses of FractionalGPUError, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:

@@ -1,4 +1,4 @@
-"""Talks to the Kubernetes API through `kubernetes_asyncio`: requests and errors for agents and hubs, and the engine for one node.
+"""Talks to the Kubernetes API through `kubernetes_asyncio`. Handles requests and errors for agents and hubs, and provides a node's engine.
 
 Only the fields in `engines.pods` are parsed and checked, because the client's own models take milliseconds per pod. The agent patches only
 the *status* of the node (extended resources and an annotation), so it can neither taint nor cordon the node. It lists the pods once, then

@@ -58,7 +58,7 @@ class ConfigFile:
             begin = end
 
     def of_key(self, key: str) -> list[Setting]:
-        """Return all lines with this key: settings for the whole cluster, the last of which applies, or records such as NodeName."""
+        """Return all lines with this key. For a cluster-wide setting, the last line applies. For a record such as NodeName, all do."""
         of_records = bool(_RECORD.match(f"{key}="))
         return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
 

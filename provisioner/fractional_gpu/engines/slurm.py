@@ -6,7 +6,7 @@
   and the agent moves milli-GPU between the two types. Their sum must stay the same as in gres.conf. A node registers again about every half
   hour, and slurmctld drains it if jobs use a GRES whose total has changed ("count changed and jobs are using them").
 - Array tasks and components of a heterogeneous job are named as users see them (`12_3` or `12+1`). The last task has the same number as the
-  array, and the first component has the same number as the whole job. An update that used such a number would change all of them.
+  array, and the first component has the same number as the whole job. Updating such a number would change all tasks or components.
 - In a federation, `squeue` may show jobs from other clusters, which are REVOKED and have no resources. `--local` queries only this cluster.
 - Every call has a time limit (`timeout_s`), because the commands themselves would wait for a daemon that is down.
 """

@@ -1,8 +1,8 @@
-"""Tries a checkpoint and a restore on a child process of our own, because only a real CUDA process shows what the driver permits here.
+"""Tries a checkpoint and a restore on a child process of our own, because only a real CUDA process shows what the driver allows.
 
 The doctor runs this, and so does the broker when it starts. It touches no other process, sets a time limit for each step, and kills the
-child (`probe_process`) at the end. The result includes the memory that the monitor reports for the child. If devices do not report memory
-under the pids the broker sees, the broker cannot know how much host memory a suspend needs.
+child (`probe_process`) at the end. The result includes the memory the monitor reports for the child. If devices do not report memory under
+the pids the broker sees, the broker cannot know how much host memory a suspend needs.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The environment in which the checkpoint worker and the probe process start the CUDA driver.
+"""Cleans the environment in which the checkpoint worker and the probe process start the CUDA driver.
 
 A broker started from a kernel, job or container can inherit variables that change how the driver behaves. The worker gets none of these:
 

@@ -41,7 +41,7 @@ class GPUError(Exception):
 
 
 class ProcessState(StrEnum):
-    """A process's checkpoint state: one of CUDA's states or one we added."""
+    """A process's checkpoint state, which is either one of CUDA's or one we added."""
 
     NO_CONTEXT = "no-context"  # not a CUDA process, or not yet
     RUNNING = "running"  # 0
@@ -79,7 +79,7 @@ class ProcessKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUse:
-    """One process's device memory in MiB, including its CUDA context."""
+    """How much device memory one process uses, in MiB, including its CUDA context."""
 
     pid: int
     used_mib: int
@@ -98,7 +98,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """When processes last worked on a device. Times are in microseconds since boot, so changes to the wall clock don't affect them."""
+    """When each process last used a device. Times are in microseconds since boot, so changes to the wall clock don't affect them."""
 
     known_until_us: int  # the end of the period that the device has reported
     settle_us: int  # a device may report work as running for this long after the work has ended
@@ -135,7 +135,7 @@ class MemoryLimit:
 
 
 class Monitor(Protocol):
-    """Read access to devices. On healthy hardware, methods block for milliseconds at most. The broker calls them outside its event loop."""
+    """Read access to devices. On healthy hardware, methods block only for milliseconds. The broker calls them outside its event loop."""
 
     @property
     def kind(self) -> str:
@@ -148,7 +148,7 @@ class Monitor(Protocol):
         """Return how much memory is in use, and by which processes. Raises GPUError (NO_SUCH_DEVICE or DEVICE_LOST)."""
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
-        """Return which processes worked on the device since `since_us`, or None if the device does not report this. Raises GPUError."""
+        """Return which processes have used the device since `since_us`, or None if the device does not report this. Raises GPUError."""
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
         """Return how much of the device each process used since `since_us`, or None if the device does not report this. Raises GPUError.
@@ -177,7 +177,7 @@ class MemoryLimits(Protocol):
 
 
 class Checkpointer(Protocol):
-    """Control over other processes' CUDA state. Every call blocks. Only the checkpoint worker makes these calls, one at a time."""
+    """Controls other processes' CUDA state. Every call blocks. Only the checkpoint worker makes these calls, one at a time."""
 
     def state(self, pid: int) -> ProcessState:
         """Return the process's checkpoint state as reported by the driver. Raises GPUError."""

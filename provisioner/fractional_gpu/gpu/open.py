@@ -1,4 +1,4 @@
-"""Opens devices by backend name: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` for a kind added by another package.
+"""Opens devices by backend name: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` for a kind of device that another package adds.
 
 Another package can add a kind of device with an entry point in the group `fractional_gpu.devices`. The entry point is named after the kind,
 and its target is a `DeviceKind`. Only the requested backend is imported.

@@ -1,4 +1,4 @@
-"""Runs as a child process with a little device memory, to try out checkpoints and memory limits (see `checkpoint_trial`, `limit_trial`).
+"""Runs as a child process that uses some device memory, to try out checkpoints and memory limits (`checkpoint_trial`, `limit_trial`).
 
 python -P -m fractional_gpu.gpu.probe_process nvidia|simulated [GROUP]
 
@@ -7,10 +7,10 @@ If GROUP (a control group's folder) is given, the process first joins that group
 
 - `grow`: allocates the same amount again and prints `grown` or `full`;
 - `size`: prints the size of the device memory it sees, in MiB;
-- any other line: reads its memory back and prints `intact` or `changed`.
+- any other line: reads the device memory back and prints `intact` or `changed`.
 
 It exits at the end of the input. It makes no CUDA calls between lines, so a lock does not block it. It drops environment variables that
-affect the driver, because the trial's result should depend on the machine, not on the broker's environment.
+affect the driver, because the result of the trial should not depend on the broker's environment.
 """
 
 import ctypes

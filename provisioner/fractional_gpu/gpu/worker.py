@@ -9,9 +9,9 @@ Standard input is a SEQPACKET socket with one JSON object per packet. The worker
 `{device_id, group, mib}` instead of a target. A reply is `{state, elapsed_us, limit}` or `{error: {code, message}}`.
 
 Right before each operation, the worker checks the target's identity, because another process might have its pid by now. When the socket
-closes, the worker finishes the current operation and exits. If the broker was killed, the worker dies once the request's `deadline_s` has
-passed. The worker ignores SIGINT and SIGTERM, because terminals and service managers send them to whole process groups. It imports few
-modules, because requests to a new worker have to wait for its imports.
+closes, the worker finishes the current operation and exits. If the broker has been killed, the worker dies when the request's `deadline_s`
+runs out. The worker ignores SIGINT and SIGTERM, because terminals and service managers send them to whole process groups. It imports as few
+modules as possible, because requests to a new worker have to wait for its imports.
 """
 
 import json

@@ -2,12 +2,12 @@
 
 - Calls are served one at a time, in order. Each call has a deadline, measured from the moment the worker begins it. At the deadline, the
   worker is killed and the call raises GPUError WORKER_HUNG. If the worker dies or anything else fails, the call raises WORKER_DIED. In both
-  cases the outcome of the operation is unknown, so read the target's state. The next call starts a new worker.
-- Cancelling a call that is waiting for its turn withdraws it. Cancelling a call that has begun only stops waiting for it: the operation
+  cases it is unknown whether the operation succeeded, so read the target's state afterwards. The next call starts a new worker.
+- A call that is cancelled before its turn is withdrawn. If a call has already begun, cancelling it only ends the wait: the operation
   continues, and later calls still have to wait for it to finish.
 - The worker is replaced if the driver fails for unknown reasons on two targets in a row, and after `renew` (called after an Xid error, a
   reset or a system sleep), because the driver might be broken only in the worker's process.
-- If the link has a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
+- If the link was given a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
 - The worker runs in its own session, so Ctrl-C at the terminal does not reach it.
 """
 
@@ -173,7 +173,7 @@ class WorkerLink:
         return None if reply.limit is None else MemoryLimit(**reply.limit)
 
     def renew(self) -> None:
-        """Have the next call start a new worker, because the driver state in the current one might be stale."""
+        """Make the next call start a new worker, because the driver state in the current one might be stale."""
         self._is_stale = True
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
 """Manages a running checkpoint worker, started by this process or by a service in another container (`worker_service`).
 
 Each message is a single JSON object in one packet of a SEQPACKET socket. The worker's pidfd becomes readable when the worker exits; a
-service sends its worker's pidfd to the broker. Only the service can kill its worker: if the service is gone, nothing can. The service's
-socket credentials must show that it runs as root or as this process's user. Connecting is retried for several seconds, because the
-service's container might be restarting.
+service sends its worker's pidfd to the broker. Only the service can kill its worker, so nothing can kill the worker if the service is gone.
+The service's socket credentials must show that it runs as root or as this process's user. Connecting is retried for several seconds,
+because the service's container might be restarting.
 """
 
 import asyncio

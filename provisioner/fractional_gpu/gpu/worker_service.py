@@ -4,11 +4,11 @@ jupyter gpu node worker --socket PATH
 
 This is for containers: only the service's container needs privileges. The broker's container can neither start nor kill the worker, so the
 broker asks the service to do so. Each connection has one worker. The first message carries the descriptors of the broker's claim
-(SCM_RIGHTS), which the worker inherits. The supervisor takes the lock itself, so it starts a worker only if the claim is free. The reply
-carries the broker's end of the channel and the worker's pidfd. Any further data on the connection means "kill the worker". If the
-connection closes, the worker finishes its operation. The peer's socket credentials must show that it runs as root or as this process's
-user, and both processes must see the same pids. On SIGTERM, the service waits for the worker to finish its operation; the worker ignores
-the signal.
+(SCM_RIGHTS), which the worker inherits. The supervisor itself takes the claim's lock first, so it starts a worker only if the claim is
+free. The reply carries the broker's end of the channel and the worker's pidfd. If the broker sends anything else on the connection, the
+worker is killed. If the connection closes, the worker finishes its operation. The peer's socket credentials must show that it runs as root
+or as this process's user, and both processes must see the same pids. On SIGTERM, the service waits for the worker to finish its operation;
+the worker ignores the signal.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ SIMULATED: Final = "simulated"
 
 
 class WorkerService:
-    """The supervisor. `kind` is the kind of device; with `simulated`, the worker opens the simulated devices named by the broker."""
+    """The supervisor. `kind` is the kind of device; if it is `simulated`, the worker opens the simulated devices named by the broker."""
 
     def __init__(self, path: str, kind: str = "nvidia") -> None:
         self.path = path

@@ -2,7 +2,7 @@
 
 A subordinate uid, as used in rootless containers, belongs to the account of its owner in /etc/subuid. Other sources of subordinate uids,
 such as sssd, are not read. A uid without a passwd entry is its own account, unless the administrator has set one account for all such uids.
-Shares and rates also apply to accounts. Permission to see or control a lease depends on the real uid instead.
+Shares and rates also apply per account, but permission to see or control a lease depends on the real uid.
 """
 
 import pwd

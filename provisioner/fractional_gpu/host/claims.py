@@ -1,9 +1,9 @@
 """Claims devices for the whole host. A claim is a listening UNIX socket in the abstract namespace, so it is released when its holder exits.
 
-Linux allows only one socket per name and removes it when the holder exits, for whatever reason. No other program can remove it earlier. A
-process whose claim is refused sees the credentials of the process that made the existing claim, so claims should be made by a long-lived
-process. Each network namespace has its own abstract namespace: if containers have separate networks, give each device to only one
-container. Claims prevent mistakes, not attacks. The error for a refused claim names the holder's uid.
+Linux allows only one socket per name and removes it when the holder exits, for whatever reason. Other programs cannot remove it. A process
+whose claim is refused sees the credentials of the process that made the existing claim, so claims should be made by a long-lived process.
+Each network namespace has its own abstract namespace: if containers have separate networks, give each device to only one container. Claims
+prevent mistakes, not attacks. The error for a refused claim names the holder's uid.
 """
 
 import contextlib

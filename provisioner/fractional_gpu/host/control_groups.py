@@ -1,4 +1,4 @@
-"""Finds where control group hierarchies are mounted, and what paths they have on the host, even from inside a control group namespace.
+"""Finds where control group hierarchies are mounted and which paths their groups have on the host, even inside a control group namespace.
 
 In such a namespace, a container sees each level above its own group as `/..`. For example, another pod's group is `/../../podUID/...`. The
 levels in between have no names. So we search the whole hierarchy (a host path that is mounted here) once for our own group's folder, by its

@@ -1,8 +1,8 @@
 """Replaces small files atomically, finds the temporary folder, and lists mounts.
 
 This module uses only the standard library. To replace a file, the new content is written to another file, synced (fsync) and renamed over
-the old file; then the folder is synced. Even after a kill, a full disk or a power failure, the file contains either the old or the new
-content, never a mixture.
+the old file; then the folder is synced. Even if the process is killed, the disk is full or the power fails, the file contains either the
+old or the new content, never a mixture.
 """
 
 import errno

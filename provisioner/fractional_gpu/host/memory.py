@@ -1,10 +1,11 @@
 """Finds how much host memory a process can still allocate, and influences which process the out-of-memory killer chooses first.
 
 - The driver saves device memory in the process's own memory, so it counts towards every control group above the process. If several
-  processes need memory, each limit they share must cover the sum of their needs.
-- Headroom is the system's available memory or the room left below a limit, whichever is smallest, minus a margin. Without the margin, a
-  process at its limit would be killed by its next allocation. Inactive file cache does not count as used, nor swap as available.
-- Control groups of versions 1 and 2 are supported, even together. If a group's path is hidden, the limit of the mounted part of the
+  processes share a limit, there must be room below it for the sum of their needs.
+- Headroom is the system's available memory or the room left below any limit, whichever is smallest, minus a margin. Without the margin, a
+  process at its limit would be killed at its next allocation. Inactive file cache is not counted as used, and swap is not counted as
+  available.
+- Control groups of versions 1 and 2 are supported, even side by side. If a group's path is hidden, the limit of the mounted part of the
   hierarchy applies. A limit that cannot be read is an error; it never means "no limit".
 """
 
@@ -69,7 +70,7 @@ def _meminfo(name: str, proc: Path) -> int:
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the shortage at the limit these needs (MiB by pid) exceed most, or None if all fit. Raises the same errors as `headroom`."""
+    """Return the largest shortage at any limit for these needs (MiB by pid), or None if all fit. Raises the same errors as `headroom`."""
     return LimitReader(proc=proc).shortage(needs)
 
 
@@ -173,7 +174,7 @@ def _room(limit: int, left: int, name: str) -> Headroom:
 
 
 def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
-    """Return the folders of the groups in /proc/PID/cgroup that can track memory, and those of their parents, by control group version."""
+    """Return the folders of the groups in /proc/PID/cgroup that can track memory, and their parents' folders, by control group version."""
     found: dict[int, list[Path]] = {}
     for line in lines_of(groups):
         number, controllers, seen = line.split(":", 2)
@@ -277,7 +278,7 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the process's `oom_score_adj`, and its minimum if permitted, to at least this value. Raises ProcessLookupError or OSError."""
+    """Raise the process's `oom_score_adj` (and its minimum, if permitted) to at least this value. Raises ProcessLookupError or OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 

@@ -1,8 +1,9 @@
 """Handles processes in other namespaces: translates their pids, and runs code in their network namespaces.
 
 SO_PEERCRED reports the pid a socket's peer has in our namespace, but a pid in a message is from the peer's namespace. `NSpid` in
-/proc/PID/status lists both. Open a namespace before you identify its process, because a pid can be reused but a descriptor cannot. Never
-resolve a path below another process's root (/proc/PID/root), because a link there that begins with `/` leads to the caller's own files.
+/proc/PID/status lists both. Open a namespace before identifying its process: a pid can be reused, but an open descriptor always refers to
+the same namespace. Never resolve a path below another process's root (/proc/PID/root), because a link there that begins with `/` leads to
+the caller's own files.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Moves another process's memory to the machine's swap space (`process_madvise` with MADV_PAGEOUT, available since Linux 5.10).
 
-This needs CAP_SYS_NICE and the right to read the process's memory. The process keeps running: Linux swaps memory back in on use.
+This needs CAP_SYS_NICE and the right to read the process's memory. The process keeps running: Linux swaps memory back in when it is used.
 """
 
 import ctypes

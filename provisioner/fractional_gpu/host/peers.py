@@ -1,6 +1,6 @@
 """Queries the peer of a UNIX socket: its credentials, as reported by Linux, and whether it has read everything sent to it.
 
-The pid, uid and gid are those the peer had when it connected or began to listen. The pid might belong to another process by now, so it is
+The pid, uid and gid are those the peer had when it connected or began to listen. Another process might have the pid by now, so the pid is
 only a hint until the process has been identified.
 """
 

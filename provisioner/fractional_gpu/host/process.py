@@ -378,7 +378,7 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Return whether the process is `root` or a descendant of it, with none of `others` in between. Raises PermissionError."""
+    """Return whether the process is `root` or one of its descendants, with none of `others` in between. Raises PermissionError."""
     for _ in range(_DEEPEST):
         if pid == root.pid:
             return is_alive(root)
@@ -392,7 +392,7 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
 
 
 def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Take a snapshot of all processes, and of the variable `marker_name` in those of `uids` (None for all). Blocks. Raises OSError."""
+    """Take a snapshot of all processes, with the variable `marker_name` of those owned by `uids` (None for all). Blocks. Raises OSError."""
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
     # Every suspend and resume waits for this, so create no objects for paths and files, and read each file only once.
@@ -402,7 +402,7 @@ def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *,
 
 
 class _Markers:
-    """A reader for one variable in processes' environments, used for a single scan. It reads a limited number of bytes per user."""
+    """A reader for one variable in processes' environments, used during a single scan. Reads a limited number of bytes per user."""
 
     def __init__(self, name: bytes, uids: Collection[int] | None) -> None:
         self._name = name

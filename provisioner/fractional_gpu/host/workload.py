@@ -1,7 +1,7 @@
 """Finds the Slurm job or Kubernetes pod a process belongs to, based on its control group, and checks that group's memory limit.
 
 Only root and the engine's daemons can move processes into these groups, and a process cannot leave its group, so the group can be trusted.
-Paths must start at the root of the hierarchy, because the same name further down, in a group delegated to a user, proves nothing. We
+Paths must start at the root of the hierarchy, because a user can create a group with the same name further down, in a delegated group. We
 recognise Slurm groups in control group versions 1 (`/slurm/uid_1000/job_12/step_0` or `/slurm_NODE/...`) and 2
 (`/system.slice/slurmstepd.scope/job_12/...`). We also recognise Kubernetes groups with the systemd and cgroupfs drivers, including those in
 kind. A reader in a separate control group namespace sees each level above its own group as `/..`.
@@ -73,7 +73,7 @@ def workload_name(engine: str, workload_id: str) -> str:
 
 
 def parse_workload(cgroup: bytes) -> Workload | None:
-    """Parse /proc/PID/cgroup. Return None if it names no workload, or if its hierarchies contradict each other."""
+    """Parse /proc/PID/cgroup. Return None if it names no workload, or if its hierarchies disagree."""
     found: dict[str, Workload] = {}
     for line in lines_of(cgroup):
         path = line.split(":", 2)[-1]

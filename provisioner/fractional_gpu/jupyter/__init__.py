@@ -1,1 +1,1 @@
-"""The parts that Jupyter loads: the kernel provisioner, kernelspecs, the launcher, and the kernel manager that keeps kernels running."""
+"""The parts loaded by Jupyter: the kernel provisioner, kernelspecs, the launcher, and the kernel manager that keeps kernels running."""

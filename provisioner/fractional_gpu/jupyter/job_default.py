@@ -1,4 +1,4 @@
-"""Makes our provisioner the default in a job with a share of a GPU. Python imports this at startup, through `jupyter-fractional-gpu.pth`.
+"""Makes our provisioner the default in jobs with a share of a GPU. Python imports this at startup, through `jupyter-fractional-gpu.pth`.
 
 If JUPYTER_DEFAULT_PROVISIONER_NAME were set, the whole job would inherit it, and environments without this package could not start any
 kernels. So this module makes jupyter_client read a different variable.

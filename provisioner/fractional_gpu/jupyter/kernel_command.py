@@ -3,7 +3,7 @@
 The extension makes cells wait for the GPU. To load it, `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. We
 ask the kernel's own interpreter whether it can import the extension, because a wrong guess would let the kernel use the GPU without
 waiting. A module with one of our names is ours only if its source contains `MARK`. If another module has that name (on `PYTHONPATH` or in
-the notebook's folder), or if msgspec is missing or too old, the kernel starts without the extension and tells the user so.
+the notebook's folder), or if msgspec is missing or too old, the kernel starts without the extension and tells the user about it.
 """
 
 import json
@@ -266,7 +266,7 @@ def _whole_number(key: str, value: object, allowed: range, more: str = "") -> in
 
 
 def _scalar(value: object) -> str | float:
-    """Return strings and numbers unchanged. Convert any other value to a string, so that the parser's error shows it."""
+    """Return strings and numbers unchanged. Convert any other value to a string, so that it appears in the parser's error."""
     return value if isinstance(value, (str, int, float)) else repr(value)[:_SHOWN]
 
 

@@ -1,4 +1,4 @@
-"""Takes the lease a provisioner holds for its kernel, keeps it across restarts and releases it, along with its token file.
+"""Obtains a lease for a provisioner's kernel, keeps it across restarts, and releases it along with its token file.
 
 Every call blocks, so run it in a thread. A call that fails halfway leaves neither a lease nor a token file behind. If a server is killed,
 the broker lets its leases expire. A kernel without our extension must know its device before its process starts, so each new process gets a
@@ -101,7 +101,7 @@ class KernelLease:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process might be blocked in a GPU call, because blocked calls ignore interrupts."""
+        """Resume the lease if its process might be blocked in a GPU call, because an interrupt does not end such a call."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
@@ -256,7 +256,7 @@ def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str],
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the lease's variables, which replace those of any lease the server itself runs under."""
+    """Return the environment with the lease's variables. They replace any variables of a lease the server itself runs under."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):

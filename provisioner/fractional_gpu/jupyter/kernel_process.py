@@ -1,4 +1,4 @@
-"""Manages a kernel's process, which is a child of the server or was adopted from an earlier server, and the kernel's ports."""
+"""Manages a kernel's ports and its process, which is either a child of the server or was adopted from an earlier server."""
 
 import errno
 import functools

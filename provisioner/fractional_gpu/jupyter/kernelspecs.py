@@ -1,7 +1,7 @@
 """Manages kernelspecs for fractions of a GPU. Each pool and fraction has its own launcher entry, such as "Python 3 · 1/4 GPU".
 
 Each kernelspec is copied from a base kernelspec, including its metadata (such as `supported_encryption`), because some servers reject
-kernelspecs without this metadata. A mark in the metadata, never just the name, shows which folders are ours. A new folder appears
+kernelspecs without this metadata. A folder is recognised as ours by a mark in the metadata, never just by its name. A new folder appears
 atomically and replaces only a folder of ours for the same base, pool and fraction. With `launcher`, the kernelspec's command takes the
 lease, for programs that ignore provisioners. Such a kernelspec names the local provisioner, so that Jupyter servers do not take a second
 lease.
@@ -151,7 +151,7 @@ def plan_of(spec: InstalledSpec) -> KernelPlan:
 
 
 def remove(names: Sequence[str] | None = None, *, directory: str | None = None) -> list[InstalledSpec]:
-    """Remove our kernelspecs with these names (None for all), even shadowed ones, and return those that were removed.
+    """Remove our kernelspecs with these names (None for all), including shadowed ones, and return the ones removed.
 
     Raises NotFoundError before removing anything if a name is not one of ours, and FractionalGPUError for other failures.
     """

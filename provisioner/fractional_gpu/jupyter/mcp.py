@@ -77,7 +77,7 @@ def tool(
 
 
 def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awaitable[Answer]]:
-    """Make a blocking tool run in its own thread. The server has few threads, and must not wait for this one when it exits."""
+    """Make a blocking tool run in its own thread. The server has few threads, and must not wait for this one to finish when it exits."""
 
     @wraps(function)
     async def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:

@@ -235,12 +235,12 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("Could not resume kernel %s for its interrupt: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Record whether the process is suspended and therefore unable to exit."""
+        """Record whether the process is suspended and therefore can't exit."""
         await super().shutdown_requested(restart=restart)
         self._frozen_at_shutdown = await self._is_frozen()
 
     def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
-        """Return how many seconds to allow for a shutdown, which is less if the process might block on the GPU while exiting."""
+        """Return how many seconds to allow for a shutdown: fewer if the process might block on the GPU while exiting."""
         time_s = super().get_shutdown_wait_time(recommended)
         return min(time_s, _SHUTDOWN_FROZEN_S) if self._frozen_at_shutdown else time_s
 
@@ -481,7 +481,7 @@ def start_error(error: FractionalGPUError, prefix: str = "") -> FractionalGPUErr
 
 
 def _sentence(error: FractionalGPUError) -> str:
-    """Return the message on one line, with percent signs spelled out because JupyterLab's dialog would double them."""
+    """Return the message on one line, with percent signs spelled out, because JupyterLab's dialog would show them doubled."""
     return " ".join(str(error).replace("%", " percent").split()).removesuffix(".")
 
 

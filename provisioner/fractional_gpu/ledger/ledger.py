@@ -3,8 +3,9 @@
 - A write is on disk when its method returns or, inside `transaction()`, when the block ends. This requires WAL with synchronous=FULL, since
   NORMAL would lose the last commits in a power failure. Each suspend and resume is recorded before it starts.
 - Any thread may call the ledger. A mutex lets one thread in at a time and is held for the whole of a transaction. Only `metered` reads
-  without the mutex, on a separate connection, because reading a year's figures takes seconds and would delay writes that grants wait for.
-- Once a lease has ended, it stays ended and its secrets are erased. Leases that never had a process are only counted, because users could
+  without the mutex, on a separate connection, because reading a year's figures takes seconds and would hold up the writes that grants
+  depend on.
+- Once a lease has ended, it stays ended and its secrets are erased. Leases that never had a process are just counted, because users could
   create any number of them.
 - Every failure raises LedgerError, and the failed write or transaction is rolled back.
 """
@@ -69,7 +70,7 @@ _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {o
 HISTORY_MS: Final = 90 * 86_400_000
 """How long history is kept, including ended leases with their story lines, cells and points."""
 ACCOUNTS_MS: Final = 400 * 86_400_000
-"""How long usage rows are kept: long enough for a year's bills."""
+"""How long usage rows are kept (long enough for a year's bills)."""
 PRUNED_AT_ONCE: Final = 5000
 """The maximum number of rows per table, and of pages of the file, that `Ledger.prune` removes in one transaction.
 
@@ -112,7 +113,7 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""Maps public names to the columns by which metered figures can be summed."""
+"""Maps public names to the columns that metered figures can be grouped by."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
@@ -156,8 +157,8 @@ class Ledger:
     def write_out(self) -> None:
         """Write the whole ledger to `<file>.whole` after its files have been deleted or replaced. The next `open` uses that file.
 
-        `close` writes the file again to include later changes. If there is now another file with the ledger's name, it is renamed, unless
-        another process holds the lock. If this fails, it raises LedgerError and changes nothing.
+        `close` writes the file again to include later changes. If another file now has the ledger's name, that file is renamed. Raises
+        LedgerError, without changing anything, if another process holds the lock or if writing fails.
         """
         with self._mutex:
             connection, path = self._require(), self.path
@@ -297,7 +298,7 @@ class Ledger:
     # What leases used
 
     def add_metered(self, rows: Sequence[UsageRow], state: str) -> None:
-        """Add the rows to the totals by hour, lease, device and currency, and save the meter's state, in one transaction."""
+        """Add the rows to the totals for each hour, lease, device and currency, and save the meter's state, in one transaction."""
         with self.transaction():
             for row in rows:
                 party = (row.party.pool, row.party.owner, row.party.group, row.party.label, row.party.seated)
@@ -421,10 +422,10 @@ class Ledger:
             return default
 
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
-        """Delete some of the history before `before_ms` and some of the leases' usage before `accounts_before_ms`. Live leases are kept.
+        """Delete some of the history from before `before_ms`, and some of the usage from before `accounts_before_ms`. Live leases are kept.
 
         This also returns freed space to the file system. Returns True if there is more to remove. In that case, call it again after a
-        pause, so that the other writes that kernels are waiting for get a turn.
+        pause, so that other writes that kernels are waiting for are not held up.
         """
         with self.transaction():
             deleted = []
@@ -483,7 +484,7 @@ class Ledger:
     def _read_aside(self, statement: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Row]:
         """Yield rows from a separate connection, without the mutex.
 
-        If the file has been moved or deleted, use the writer's connection and the mutex, because no other connection can read it.
+        If the file has been moved or deleted, uses the writer's connection and the mutex, because no other connection can read the file.
         """
         with self._mutex:  # wait until the file has been put back
             self._require()

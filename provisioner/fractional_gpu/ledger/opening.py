@@ -1,9 +1,10 @@
 """Checks and opens the ledger's file.
 
-An existing file that is not a sound ledger causes an error; it is never replaced, repaired or emptied. A new ledger is built under another
-name and renamed once it is complete. A write-ahead log without a database is an error, because it means that the database was removed. If
-`<file>.whole` exists, it was written by a broker whose files had been deleted, and becomes the ledger. Only one broker at a time can hold
-the lock on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (0600), in a folder that no other user may write to.
+An existing file that is not an intact ledger causes an error. It is never replaced, repaired or emptied. A new ledger is built under
+another name and renamed once it is complete. A write-ahead log without a database is an error, because it means that the database was
+removed. If `<file>.whole` exists, a broker wrote it after its files had been deleted, and it becomes the ledger. Only one broker at a time
+can hold the lock on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (0600), in a folder that no other user may
+write to.
 """
 
 import contextlib
@@ -76,7 +77,7 @@ def lock(path: Path) -> int:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a sound ledger, or create one if it is missing. The caller must hold the lock. Raises LedgerError."""
+    """Open an intact ledger, or create one if it is missing. The caller must hold the lock. Raises LedgerError."""
     with explained(path, "cannot be examined", "check the owner and mode of its folder"):
         if os.path.lexists(path.with_name(path.name + WHOLE)):
             adopt_whole(path)

@@ -1,4 +1,4 @@
-"""Reads leases and their turns on the GPU from a ledger, with a read-only connection, whether or not a broker is running."""
+"""Reads leases and their turns on the GPU from a ledger, over a read-only connection. This works whether or not a broker is running."""
 
 import sqlite3
 from contextlib import closing

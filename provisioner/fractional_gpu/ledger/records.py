@@ -21,12 +21,12 @@ class LedgerInUseError(LedgerError):
 
 
 class RecordError(LedgerError):
-    """The file is sound, but this write conflicts with its contents (for example, the lease has ended) or cannot be stored."""
+    """The file is intact, but this write conflicts with its contents (for example, the lease has ended) or cannot be stored."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """The client's description of the kernel, from its requests to create the lease and attach the process.
+    """The client's description of the kernel, taken from its requests to create the lease and attach the process.
 
     The broker modifies this object, and a `LeaseRecord` contains a copy.
     """
@@ -87,7 +87,7 @@ class SeatRecord(Seat, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """One user's use of a pool on one day, totalled over all kernels.
+    """One user's usage of a pool on one day, added up over all kernels.
 
     Days are counted from 1970, in UTC. Times are in milliseconds.
     """

@@ -1,6 +1,6 @@
 """HTML pages with their templates and styles.
 
-The pages load no other files, need no scripts, and are readable on light and dark screens and on paper.
+The pages load no other files, work without scripts, and are readable on light and dark screens and on paper.
 """
 
 from functools import cache

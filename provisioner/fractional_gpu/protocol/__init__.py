@@ -1,1 +1,1 @@
-"""Messages and errors sent over the broker's socket. Kernels load this package, and it does no I/O."""
+"""Messages and errors sent over the broker's socket. This package is loaded by kernels and does no I/O."""

@@ -39,7 +39,7 @@ class UsageQuery(Struct, frozen=True, kw_only=True):
 class UsageEntry(Struct, frozen=True, kw_only=True):
     """One total in a usage report.
 
-    `of` maps each name in `by` to its value. Times are text, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`. `user` is
+    `of` maps each name in `by` to its value. Times are strings such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`. `user` is
     accompanied by `account`, which is `hub` or `machine`, to distinguish users with the same name. `account` is empty if there is no user.
     """
 

@@ -1,9 +1,9 @@
-"""Errors sent over the socket. They share a base class, and each has a stable code, an HTTP status and a sentence that says what to do."""
+"""Errors sent over the socket. They share a base class. Each has a stable code, an HTTP status and a sentence that says what to do."""
 
 from typing import ClassVar
 
 RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
-"""The end of every message that tells a user to restart a kernel. It says what is lost in a restart."""
+"""The ending of every message that tells a user to restart a kernel. It says what a restart loses."""
 
 
 class FractionalGPUError(Exception):

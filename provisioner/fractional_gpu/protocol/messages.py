@@ -44,8 +44,8 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     The fraction is in milli-GPU and memory is in MiB. If `memory_mib` is None, the lease gets the fraction's share of the device.
 
     A claim is a lease of kind CLAIM, for programs the client starts later. It is granted by `acquire`, and ends if `acquire` is
-    interrupted. After the grant, the claim covers all processes of its user that use its device and do not belong to another lease. `pin`
-    changes when the claim ends.
+    interrupted. After the grant, the claim covers all of its user's processes that use its device and do not belong to another lease. `pin`
+    changes the time at which the claim ends.
     """
 
     fraction_milli: int  # 0 for the smallest fraction on offer whose share covers `memory_mib`
@@ -101,15 +101,15 @@ class Done(Struct, frozen=True, kw_only=True):
 
 
 class PinRequest(Struct, frozen=True, kw_only=True):
-    """A request to keep the lease resident for `duration_ms`, starting now."""
+    """A request to keep the lease resident for the next `duration_ms`."""
 
     duration_ms: int
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign that a cell will run soon: focus, scroll, typing, hover, completion, inspection, widget or other.
+    """A sign that a cell is likely to run soon: focus, scroll, typing, hover, completion, inspection, widget or other.
 
-    The start of the cell itself is not such a sign.
+    Don't send one when the cell itself starts.
     """
 
     sign: str = "other"
@@ -148,7 +148,7 @@ class EvictRequest(Struct, frozen=True, kw_only=True):
 class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request to empty a device.
 
-    With `evict_busy`, kernels that are running a cell are suspended as well. `deadline_in_ms` is how long the device will remain available.
+    If `evict_busy` is set, kernels running a cell are suspended as well. `deadline_in_ms` is how long the device will remain available.
     """
 
     evict_busy: bool = False
@@ -156,7 +156,7 @@ class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """Others' average use of a lease's device over a period, in milli-GPU, or None if the device does not report it."""
+    """How much of a lease's device others used on average over a period, in milli-GPU, or None if the device does not report it."""
 
     used_milli: int | None
 
@@ -164,8 +164,8 @@ class OthersUse(Struct, frozen=True, kw_only=True):
 class AcquireRequest(Struct, frozen=True, kw_only=True):
     """A request for a ticket for the GPU. The stream ends with `granted` or `refused`, and disconnecting withdraws the ticket.
 
-    With `hold`, the wait is unlimited, the stream continues after `granted`, and the lease is in use until the client disconnects. If the
-    lease is preempted, it waits again and the stream reports that. With `watch`, the stream follows the ticket of a preempted cell.
+    With `hold`, the wait is unlimited, the stream continues after `granted`, and the lease counts as in use until the client disconnects.
+    If the lease is preempted, it waits again, and the stream says so. With `watch`, the stream follows a preempted cell's ticket.
     """
 
     wait_ms: int = 3_600_000
@@ -176,7 +176,7 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 class ResumeRequest(Struct, frozen=True, kw_only=True):
     """A request to make a lease resident.
 
-    With `if_blocked`, the lease is only resumed if its suspended process is blocked in code that did not request the GPU.
+    If `if_blocked` is set, the lease is resumed only if its suspended process is blocked in code that did not request the GPU.
     """
 
     if_blocked: bool = False
@@ -244,9 +244,9 @@ class GateVerb(StrEnum):
 class GateCommand(Struct, frozen=True, kw_only=True):
     """A line in the gate stream.
 
-    The answer to a command repeats its `number`. A command with the number 0 gets no answer, and an empty verb is a keep-alive. With
-    `urgent`, a notice is shown at once, even while a cell is running. A notice with a `topic` replaces any earlier one on that topic that
-    no cell has shown yet.
+    The answer to a command repeats its `number`. A command with the number 0 gets no answer. An empty verb is a keep-alive. A notice with
+    `urgent` set is shown at once, even while a cell is running. A notice with a `topic` replaces any earlier one on that topic that no cell
+    has shown yet.
     """
 
     verb: str = ""
@@ -270,10 +270,10 @@ class GateHello(Struct, frozen=True, kw_only=True):
 class GateAnswer(Struct, frozen=True, kw_only=True):
     """An answer from the extension. `word` is closed, busy, done, managed, open, exempt or input.
 
-    An answer with `number` 0 is sent without a command. In that case, `exempt` means that the running cells do not use the GPU, and `done`
-    that the last of them has ended. `managed` means that the process cannot be checkpointed, and its `detail` explains why. The `detail` of
-    `input` lists the ids of all requests that are waiting for input or cannot reach the GPU, separated by spaces. After a shrink, the
-    `detail` of `done` says what was freed, with `reserved_mib=N` if the frameworks' allocators report that figure.
+    An answer with `number` 0 does not respond to a command. In that case, `exempt` means that the running cells do not use the GPU, and
+    `done` means that the last of them has ended. `managed` means that the process cannot be checkpointed, and its `detail` explains why.
+    The `detail` of `input` lists the ids of all requests that are waiting for input or cannot reach the GPU, separated by spaces. After a
+    shrink, the `detail` of `done` says what was freed, with `reserved_mib=N` if the frameworks' allocators report that figure.
     """
 
     number: int

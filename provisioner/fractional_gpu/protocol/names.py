@@ -1,7 +1,7 @@
 """Checks user-supplied names, describes states in words, and compares the versions of a client and the broker.
 
 An administrator's program, such as a hub's service, names the administrator it is acting for in the header `X-Acting-For`. The header
-grants no rights: the broker only records the name in the audit log, and refuses the header from anyone else.
+grants no rights. The broker only records the name in the audit log, and refuses the header if the sender is not an administrator.
 """
 
 import re
@@ -96,12 +96,12 @@ STATES: Final[Mapping[str, StateWords]] = {
 
 
 def state_words(state: str) -> str:
-    """Describe the state in a few words. Unknown states are returned unchanged."""
+    """Describe the state in a few words. An unknown state is returned unchanged."""
     return STATES[state].words if state in STATES else state
 
 
 def state_meaning(state: str) -> str:
-    """Explain the state to the kernel's user. Unknown states are returned unchanged."""
+    """Explain the state to the kernel's user. An unknown state is returned unchanged."""
     return STATES[state].meaning if state in STATES else state
 
 

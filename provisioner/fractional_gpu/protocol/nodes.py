@@ -1,9 +1,9 @@
 """A host's capacity, as reported by the broker and published by the node agent.
 
-The agent publishes it in Slurm's `Extra` field or in an annotation on a Kubernetes node. It contains no user names, because everyone with
-read access to nodes can see it, including administrators and hubs' spawn pages. It is JSON in printable ASCII without spaces, `=`,
-apostrophes or backticks, so that it passes through `scontrol` as one word. It is at most `MAX_SUMMARY` bytes long. Readers check every
-field, since programs other than the agent may write a node's record.
+The agent publishes it in Slurm's `Extra` field or in an annotation on a Kubernetes node. This summary contains no user names, because it
+can be seen by everyone with read access to nodes, including administrators and hubs' spawn pages. It is JSON in printable ASCII without
+spaces, `=`, apostrophes or backticks, so that `scontrol` treats it as one word. It is at most `MAX_SUMMARY` bytes long. Readers check every
+field, since programs other than the agent may also write to a node's record.
 """
 
 import re
@@ -64,7 +64,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def encode_summary(summary: NodeSummary) -> str:
-    """Return the summary as text. Omit the last pools if the text would otherwise exceed `MAX_SUMMARY`."""
+    """Return the summary as text. Leave out the last pools if the text would otherwise be longer than `MAX_SUMMARY`."""
     while True:
         text = _OUTSIDE_WORDS.sub(_escaped, msgspec.json.encode(summary).decode())
         if len(text) <= MAX_SUMMARY:

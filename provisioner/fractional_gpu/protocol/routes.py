@@ -1,7 +1,7 @@
 """All routes of the broker's API, in one table for the server, the client and docs/routes.md.
 
-The API uses HTTP and JSON over a UNIX socket. In a path, `{lease}` stands for the id of a lease, and the other names work the same way. GET
-requests send their fields in the query, and all other requests in the body. The broker identifies peers by their uid and by
+The API uses HTTP and JSON over a UNIX socket. In a path, `{lease}` stands for the id of a lease, and other names in braces work the same
+way. GET requests send their fields in the query, and all other requests in the body. The broker identifies peers by their uid and by
 `Authorization: Bearer TOKEN`.
 """
 
@@ -75,7 +75,7 @@ class FreshQuery(Struct, frozen=True, kw_only=True):
 
 
 class OthersQuery(Struct, frozen=True, kw_only=True):
-    """How far to look back, and which leases to leave out (a comma-separated list)."""
+    """A query that says how far to look back and which leases to leave out (a comma-separated list)."""
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
     without: str = ""

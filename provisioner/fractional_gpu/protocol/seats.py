@@ -1,8 +1,8 @@
-"""Messages about seats: what a pool offers a hub user, and the seat of one server.
+"""Messages about seats, and about the offers that pools make to hub users. Each seat is for one server.
 
 A lease request carries the seat's id in the field `seat` and its token in the header `Authorization: Bearer TOKEN`. The broker then takes
-the owner, pool, priority and weight from the seat rather than the request, and limits the combined size of the seat's kernels to the size
-of the seat.
+the owner, pool, priority and weight from the seat rather than the request, and makes sure that the seat's kernels together stay within the
+seat's size.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class FractionOffer(Struct, frozen=True, kw_only=True):
 
 
 class PoolOffer(Struct, frozen=True, kw_only=True):
-    """A pool's offer to one user. `why_not` explains why the user cannot use the pool now, or is empty if the user can."""
+    """A pool's offer to one user. If the user cannot use the pool now, `why_not` explains why. Otherwise, it is empty."""
 
     pool: str
     why_not: str
@@ -55,7 +55,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
 
 
 class Offers(Struct, frozen=True, kw_only=True):
-    """The pools one user can choose from, and the default choice, which is empty if nothing is available now."""
+    """The pools one user can choose from, and the default choice. The default is empty if nothing is available now."""
 
     pools: list[PoolOffer] = []
     default_pool: str = ""

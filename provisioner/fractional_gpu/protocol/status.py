@@ -1,6 +1,6 @@
 """Messages about the state and history of leases, and about the state of devices and the host.
 
-A lease's status includes the arbiter's view of it (`core.model`) unchanged. Kernels do not load this module on startup.
+A lease's status contains the arbiter's unmodified view of it (`core.model`). Kernels do not load this module on startup.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from fractional_gpu.protocol.messages import KERNEL, Workload
 
 
 class ShareAdvice(Struct, frozen=True, kw_only=True):
-    """Advice on a notebook's share, or on a server's share if no notebook is named. The advice itself changes nothing."""
+    """Advice on a notebook's share, or on a server's share if no notebook is named. The advice is only informational."""
 
     pool: str
     owner: str
@@ -62,7 +62,7 @@ class History(Struct, frozen=True, kw_only=True):
 
 
 class Neighbour(Struct, frozen=True, kw_only=True):
-    """Another lease on the device. `label` is set only if the lease belongs to the same user."""
+    """Another lease on the same device. `label` is set only if both leases belong to the same user."""
 
     fraction_milli: int
     reserved_mib: int
@@ -158,7 +158,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
 
 class Stranger(Struct, frozen=True, kw_only=True):
-    """A process that is using a device without a lease. Other users, except administrators, only see its user's name and its memory."""
+    """A process using a device without a lease. Viewers other than its user and administrators see only its user's name and its memory."""
 
     pid: int = 0  # 0 (like the fields below) if hidden from this viewer
     user: str
@@ -175,7 +175,7 @@ class Stranger(Struct, frozen=True, kw_only=True):
 
 
 def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
-    """Say how much device memory each of these processes holds. Return "" if it is unknown.
+    """Say how much device memory each of these processes holds. Return "" if nothing is known about them.
 
     For example: `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`.
     """
@@ -186,8 +186,8 @@ def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
 class DeviceStatus(Struct, frozen=True, kw_only=True):
     """The status of a device.
 
-    Memory is in MiB. `used_mib` is held by all processes together, `stranger_mib` by those without a lease, and `reserved_mib` is reserved
-    by leases.
+    Memory is in MiB. All processes together hold `used_mib`, processes without a lease hold `stranger_mib`, and leases reserve
+    `reserved_mib`.
     """
 
     device_id: str
@@ -215,7 +215,7 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
 
 
 class Seat(Struct, frozen=True, kw_only=True):
-    """A hub user's entitlement in a pool: what all kernels of one server may use together. Memory is in MiB."""
+    """A hub user's entitlement in a pool: how much all kernels of one server may use together. Memory is in MiB."""
 
     seat_id: str
     owner: str  # the user's name at the hub
@@ -265,7 +265,7 @@ class SeatWait(Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
-    """The state of the host. Users only see their own leases, but the devices' totals include all leases."""
+    """The state of the host. Users see only their own leases, but the devices' totals include everyone's."""
 
     version: str
     pid: int

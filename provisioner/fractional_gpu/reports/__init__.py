@@ -1,1 +1,1 @@
-"""Reports on lease usage, as totals, tables, JSON, chargeback rows and HTML. This package does no I/O."""
+"""Produces reports on lease usage: totals, tables, JSON, chargeback rows and HTML. This package does no I/O."""

@@ -1,4 +1,4 @@
-"""A complete report as JSON, including totals. All figures are integers, and their names include the unit."""
+"""Converts a complete report to JSON, including totals. All figures are integers, and their names include the unit."""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ VERSION: Final = 1
 def as_json(report: UsageReport, by: Sequence[str]) -> str:
     """Return a JSON object with `entries` for leases, `no_lease` for time without a lease, and `totals` of both by currency.
 
-    The report must be grouped by user, or more finely. Entries by user have an `account` in `of`, which is `hub` or `machine`, since a hub
-    user and a machine user can have the same name.
+    The report must be grouped at least by user. If entries are by user, their `of` includes an `account`, which is `hub` or `machine`,
+    since a hub user and a machine user can have the same name.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     found = {

@@ -1,8 +1,8 @@
-"""A report as CSV for chargeback systems, in the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
+"""Converts a report to CSV for chargeback systems, following the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
 
-There is one row per hour or day, user, group, pool, currency and any other requested column. The CSV has all 21 mandatory columns of FOCUS
-1.2 and some others (docs/costs.md). Columns with the prefix `x_` are our own. Numbers are never converted to floats, so the `BilledCost`
-values add up to the exact total.
+There is one row for each combination of hour or day, user, group, pool, currency and any other requested columns. The CSV has all 21
+mandatory columns of FOCUS 1.2 and some others (docs/costs.md). Columns with the prefix `x_` are our own. Numbers are never converted to
+floats, so the `BilledCost` values add up to the exact total.
 """
 
 import csv
@@ -51,7 +51,7 @@ def grain(by: Sequence[str]) -> list[str]:
 
 
 def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
-    """Return the rows as CSV, with a header. The report must be at least as fine as `grain(by)`.
+    """Return the rows as CSV, with a header. The report must be at least as detailed as `grain(by)`.
 
     `provider` is the name of the billing party, such as the machine.
     """
@@ -135,7 +135,7 @@ def _resource(report: UsageReport, of: dict[str, str]) -> dict[str, str]:
 
 
 def _name(text: str) -> str:
-    """Return the name in a form that spreadsheets do not read as a formula."""
+    """Return the name in a form that spreadsheets won't read as a formula."""
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

@@ -1,7 +1,7 @@
-"""The columns of a report's tables, for terminals and pages: names, formatted figures, rows and totals.
+"""Builds a report's tables for terminals and pages: column names, formatted figures, rows and totals.
 
-The displayed parts add up to the displayed total. Amounts are exact. For other figures, the running sums are rounded, and each part is
-shown as the difference between two of them, so the last digit of a part may be off by one.
+In a column, the displayed parts add up to the displayed total. Amounts are exact. Other figures are rounded: we round the running sums and
+display each part as the difference between two of them, so the last digit of a part may be off by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ _MG_PER_KG: Final = 1_000_000
 class Column:
     """A column of figures.
 
-    The displayed value is the figure divided by `unit`, or an exact amount if `unit` is 0. Columns with `resource` are shown in the second
-    table.
+    The displayed value is the figure divided by `unit`, or an exact amount if `unit` is 0. Columns with `resource` set are shown in the
+    second table.
     """
 
     name: str
@@ -78,7 +78,7 @@ CARBON: Final = Column(
 
 
 def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column], bool] | None = None) -> Table:
-    """Return a table of totals for leases, for time without a lease, and for both. The report must be grouped by user, or more finely.
+    """Return a table of totals for leases, for time without a lease, and for both. The report must be grouped at least by user.
 
     Amounts are omitted if nothing has a price, and CO2 is omitted if no figures for it are configured.
     """
@@ -118,7 +118,7 @@ def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> li
 
 
 def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
-    """Format values in `unit` with `places` decimals. Running sums are rounded half up, so that the results add up to their total."""
+    """Format values in `unit` with `places` decimals. Rounds the running sums (half up), so that the results add up to their total."""
     step, shown, before, running = 10**places, [], 0, 0
     for value in values:
         running += value
@@ -130,7 +130,7 @@ def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
 
 
 def amount_text(milli: int, currency: str = "") -> str:
-    """Format an amount in thousandths without rounding, such as `1,234.500 EUR`. Without a currency, return `-`."""
+    """Format an amount given in thousandths, without rounding: for example, `1,234.500 EUR`. Without a currency, return `-`."""
     if not currency:
         return "-"
     return f"{milli // 1000:,}.{milli % 1000:03} {currency}"

@@ -1,4 +1,4 @@
-"""Reads metered rows from a file written by `jupyter gpu simulate --set usage=FILE`, and sums them as the broker does.
+"""Reads metered rows from a file written by `jupyter gpu simulate --set usage=FILE`, and adds them up as the broker would.
 
 The file contains a JSON object with `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with
 `key`, `party` and its nonzero `figures`. Hours, days and months are in UTC.

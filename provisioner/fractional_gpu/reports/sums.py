@@ -1,7 +1,7 @@
-"""Adds up lease usage by the requested columns, both for the broker's ledger and for files of rows.
+"""Adds up lease usage, grouped by the requested columns, both for the broker's ledger and for files of rows.
 
-Entries by user have an `account` even if it was not requested, to distinguish a hub user from a machine user with the same name. All
-figures are integers, so summing the entries of a finer report (`rolled_up`) gives exactly the coarser report.
+Entries grouped by user always have an `account`, even if it was not requested, because a hub user and a machine user can have the same
+name. All figures are integers, so summing the entries of a finer report (`rolled_up`) gives exactly the coarser report.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _LENGTHS: Final = {"day": 10, "month": 7}  # how many characters of a time are t
 
 
 def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
-    """Format an hour, or its day or month, such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`.
+    """Format an hour, or the day or month it is in, as in `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`.
 
     If `zone` is None, use the machine's time zone.
     """
@@ -49,7 +49,7 @@ def summed(
     carbon_of: CarbonOf | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageEntry]:
-    """Return sorted totals by the columns in `by` and the currency. Rows need `columns_for(by)`, `currency` and, for times, `hour`."""
+    """Return sorted totals, grouped by the columns in `by` and currency. Rows need `columns_for(by)`, `currency` and, for times, `hour`."""
     named = with_account(by)
     text = lru_cache(maxsize=None)(time_text)  # there are many rows, but few hours
 
@@ -85,7 +85,7 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 
 
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
-    """Sum the entries of a finer report by the columns in `by`. Days can be summed from hours, and months from either.
+    """Add up the entries of a finer report, grouped by the columns in `by`. Days can be added up from hours, and months from either.
 
     Raises KeyError if the report is too coarse.
     """
@@ -100,7 +100,7 @@ def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEnt
 
 
 def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
-    """Return the start and end of each day and month in the entries, in seconds since 1970.
+    """Return the start and end of each day and month that occurs in the entries, in seconds since 1970.
 
     `zone` is the broker's time zone, or None for the machine's time zone.
     """
@@ -124,7 +124,7 @@ def _value(of: Mapping[str, str], name: str) -> str:
 
 
 def _added_up(by: Sequence[str], parts: Iterable[tuple[tuple[str, ...], str, Usage, int]]) -> list[UsageEntry]:
-    """Add up the parts (values of `by`, currency, use, mg of CO2) by values and currency, and return sorted entries."""
+    """Add up the parts (values of `by`, currency, use, mg of CO2) that have the same values and currency, and return sorted entries."""
     sums: dict[tuple[str, ...], list[int]] = {}
     for values, currency, usage, carbon_mg in parts:
         more = (*_figures_of(usage), carbon_mg)

@@ -1,7 +1,7 @@
-"""Simulates what users would do without this project, on the same trace (docs/simulator.md describes these baselines).
+"""Simulates how the same trace would run without this project (docs/simulator.md describes these baselines).
 
-If a session waits for a host, or its culled kernel waits for GPUs, the rest of the session is delayed. Hosts are chosen by best fit: whole
-GPUs come from the host with the fewest free GPUs, and a fraction from the device with the least room, among those with enough.
+If a session waits for a host, or its culled kernel waits for GPUs, the rest of the session is delayed. Hosts are chosen by best fit among
+those with enough room: whole GPUs come from the host with the fewest free GPUs, and a fraction comes from the device with the least room.
 """
 
 from collections import deque

@@ -1,7 +1,8 @@
 """Simulates an engine (Slurm, Kubernetes) that counts how much of a GPU each broker could still grant (docs/cluster-simulation.md).
 
-The count comes from the forecast that places seats (`core.seat_packing`), within the pool's oversubscription. This door assumes that all
-users compute for the same share of the time, which is the trace's mean, and that kernels may move among all devices of a pool.
+The count is based on the same forecast that is used to place seats (`core.seat_packing`), within the pool's oversubscription limit. This
+door assumes that every user computes for the same share of the time (the trace's average), and that kernels may move among all devices of a
+pool.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ AGENT_MS = 2_000  # from a job's end until the node's agent has updated the coun
 
 
 class EngineDoor(Door):
-    """A door that gives each job to the node with the most room, out of those whose count covers it. If there is none, the job is queued.
+    """A door that gives each job to the node with the most room, among nodes whose count covers the job. If none does, the job is queued.
 
     `target_ms` and `bound_milli` are the pool's `wait_target` and `wait_bound`.
     """

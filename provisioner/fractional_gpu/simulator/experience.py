@@ -16,7 +16,7 @@ _SHORTEST_MS = 10_000  # the least run time that counts in a cell's stretch
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A sorted list of times in ms, including zeros, or of stretches in thousandths."""
+    """A sorted list, either of times in ms, including zeros, or of stretches in thousandths."""
 
     ordered: tuple[int, ...] = ()
 
@@ -39,21 +39,21 @@ class Spread:
 
 
 def stretch_milli(late_ms: int, alone_ms: int) -> int:
-    """Return the stretch of a cell that would take `alone_ms` by itself and ends `late_ms` late.
+    """Return the stretch of a cell that would take `alone_ms` on its own and finishes `late_ms` late.
 
-    It is in thousandths, rounded down, and at least 1000.
+    The result is in thousandths, rounded down, and at least 1000.
     """
     return max(1000, (alone_ms + late_ms) * 1000 // max(alone_ms, _SHORTEST_MS))
 
 
 def nearest_rank(ordered: Sequence[int], percent: int) -> int:
-    """Return the smallest value that at least `percent` % of the sorted values do not exceed, or 0 if there are no values."""
+    """Return the nearest-rank percentile of the values: the smallest with at least `percent` % at or below it, or 0 if there are none."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """The limits that a run must meet, in ms. None means no limit.
+    """The limits a run must stay within, in ms. None means no limit.
 
     `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of cells' waits and of sessions' waits for a host. `p95_late_ms`
     limits the 95th percentile of lateness for 95 % of the users, and the 95th percentile of sessions' waits for a host.
@@ -80,10 +80,11 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """How many more durations can exceed a limit before their percentile exceeds it as well.
+    """How many more durations can exceed a limit before their percentile does too.
 
-    The percentile p of n durations (nearest rank) is within a limit if and only if at most n - ceil(n p) of them exceed it. Durations are
-    never removed, so once more than floor(N (1 - p)) of at most N exceed it, the rest of the run cannot change the outcome.
+    The percentile p of n durations (nearest rank) is within a limit if and only if at most n - ceil(n p) of them exceed it. Suppose a run
+    has at most N durations in all. Durations are never removed, so once more than floor(N (1 - p)) exceed the limit, the rest of the run
+    cannot change the outcome.
     """
 
     limit_ms: int
@@ -100,7 +101,7 @@ class _Allowance:
 
 
 class UserExperience:
-    """The waits and lateness that a run's users experience. If the run can no longer meet its goal, `hopeless` says why."""
+    """The waits and lateness experienced by a run's users. If the run can no longer meet its goal, `hopeless` says why."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
         self.waits_ms: dict[int, list[int]] = {}  # by host
@@ -175,11 +176,11 @@ class Lateness:
         return Spread.of(late_ms for user in self.users for late_ms in user.ordered)
 
     def percentile_of_users_ms(self, percent: int) -> int:
-        """Return this percentile, across all users, of each user's 95th percentile of lateness."""
+        """Take each user's 95th percentile of lateness, and return the given percentile of these values across all users."""
         return nearest_rank(sorted(user.percentile_ms(95) for user in self.users), percent)
 
     def of_users(self) -> dict[str, float]:
-        """Return the 95th percentile of lateness in seconds, for the median user, the 95th percentile of users and the worst user."""
+        """Return users' 95th percentiles of lateness in seconds: the median across users, the 95th percentile and the worst."""
         return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
 
     def stretch_of_users(self) -> dict[str, float]:
@@ -187,7 +188,7 @@ class Lateness:
         return {name: nearest_rank(ordered, percent) / 1000 for name, percent in _USERS}
 
     def jain(self) -> float:
-        """Return Jain's index of fairness over the users' mean lateness, (Σx)² / (n · Σx²), or 1 if all are zero.
+        """Return Jain's index of fairness, (Σx)² / (n · Σx²), for the users' mean lateness x, or 1 if all means are zero.
 
         Source: Jain, Chiu, Hawe, "A Quantitative Measure of Fairness", DEC-TR-301, 1984.
         """

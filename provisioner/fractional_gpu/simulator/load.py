@@ -1,7 +1,7 @@
-"""Generates a synthetic load of notebook users, with the statistics of a published trace or with other habits (docs/simulator.md).
+"""Generates a synthetic load of notebook users, who behave as in a published trace or have other habits (docs/simulator.md).
 
-Each quantity of a session has its own random numbers, so that changing one option does not affect the other quantities. The same seed gives
-the same trace on every machine.
+Each quantity of a session is drawn from its own random numbers, so changing one option does not affect the other quantities. The same seed
+gives the same trace on every machine.
 """
 
 import random
@@ -65,7 +65,7 @@ _MOST_FALSE = 50  # in one gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """Signs that a GPU cell is coming. `false_percent` is the percentage that are false. There are none if `foresight_ms` is 0.
+    """Signs that a GPU cell is about to run. `false_percent` is the percentage of false ones. If `foresight_ms` is 0, there are none.
 
     True signs appear `foresight_ms` before each GPU cell, or right after the previous cell if the gap is shorter. False signs appear at any
     time in a gap.
@@ -93,7 +93,7 @@ class Group:
 
 
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
-    """Return the sessions with their users' groups and pools.
+    """Return the sessions, filling in each user's group and pool.
 
     Users are sorted by name and divided among the groups by weight. The students of a class have consecutive names, so they end up in the
     same group if it is large enough.
@@ -167,7 +167,7 @@ def _gpu_cell(start_ms: int, duration_ms: int, machine: _Machine, util_percent: 
 
 
 class _UserDay:
-    """One day of one user. Times are in the user's time zone until `session` converts them. `group` is the user's class, if any."""
+    """One user's day. Times are in the user's time zone until `session` converts them. `group` is the user's class, if any."""
 
     def __init__(self, number: int, day: int, seed: int, load: Load, group: int | None) -> None:
         self.load, self._seed, self._group = load, seed, group
@@ -182,7 +182,7 @@ class _UserDay:
         raise NotImplementedError
 
     def stream(self, what: str, session: str) -> random.Random:
-        """Return the random number generator for one quantity of a session or of the day."""
+        """Return the random number generator for one quantity of a session or the day."""
         return random.Random(f"{self._seed}/{what}/{self._name}/{self._day}/{session}")  # noqa: S311 - a workload, not a secret
 
     def working_hours(self) -> tuple[int, int]:
@@ -225,7 +225,7 @@ class _UserDay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PaceCurves:
-    """The distributions of the pace of work in a published trace, as quantile functions. Times are in seconds."""
+    """Distributions for the pace of work in a published trace, as quantile functions. Times are in seconds."""
 
     cell_s: _Points
     gap_s: _Points
@@ -340,7 +340,7 @@ _CLASS_MS = 90 * _MINUTE_MS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HabitCurves:
-    """A habit's distributions, as quantile functions. Times are in seconds, memory is in MiB per GPU, and utilisation is in percent."""
+    """Distributions for one habit, as quantile functions. Times are in seconds, memory is in MiB per GPU, and utilisation is in percent."""
 
     head_s: _Points  # from the opening to the first cell
     cell_s: _Points

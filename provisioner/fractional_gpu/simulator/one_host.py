@@ -159,7 +159,7 @@ class HostRun:
             self.accounts.drop_saved(self.number, kernel.total_mib)
 
     def count_vain(self, kernel: Kernel) -> None:
-        """Count a kernel's early resume as wasted if no cell followed."""
+        """Count the memory moved by a kernel's early resume as wasted if no cell has asked for the GPU since."""
         self.result.vain_mib += kernel.early_mib
         kernel.early_mib = 0
 
@@ -330,7 +330,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Report memory again, as the broker would, to show the arbiter that use is stable. Include the cell if it is still running."""
+        """Report memory again, as the broker would, so the arbiter sees that usage is stable. Include the cell if it is still running."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None

@@ -1,4 +1,4 @@
-"""Records a run as one JSON object per line (docs/simulator-files.md), and replays it. Identical runs give identical bytes."""
+"""Records a run as one JSON object per line (docs/simulator-files.md), and replays it. Identical runs produce identical files."""
 
 import gzip
 import hashlib
@@ -108,7 +108,7 @@ class _Line(msgspec.Struct):
 def replay(path: Path) -> tuple[int, int]:
     """Replay the events with a new arbiter for each host. Return the number of events and the number of effects.
 
-    Raises TraceError if the log is unreadable, and SimulationError at the first event whose effects differ.
+    Raises TraceError if the log is unreadable, and SimulationError at the first event whose effects differ from the log.
     """
     events_seen = effects_seen = 0
     try:

@@ -1,4 +1,4 @@
-"""The figures of a run, and the accounts that keep them up to date.
+"""Defines the figures of a run, and the accounts that keep them up to date.
 
 Accounts track the memory kernels actually hold rather than what they reserve, so that `out_of_memory` counts what a real driver would have
 refused.
@@ -26,7 +26,7 @@ from fractional_gpu.simulator.traces import Session
 
 @dataclass(slots=True)
 class Timeline:
-    """The moments of a run, stored in columns, because a day of ten thousand users has a million moments. `at_ms` never decreases."""
+    """The moments of a run, stored in columns, because one day with ten thousand users has a million moments. `at_ms` never decreases."""
 
     at_ms: "array[int]" = field(default_factory=partial(array, "q"))
     devices_held: "array[int]" = field(default_factory=partial(array, "i"))  # devices on which memory is held
@@ -50,7 +50,7 @@ class Timeline:
 class Result:
     """The figures of a run. GPU time is in milli-GPU milliseconds, so one GPU for one second is 1,000,000.
 
-    `finish` computes waits and lateness from `experience`, and forecast errors from each host's `errors`.
+    `finish` computes waits and lateness from `experience`, and forecast errors from the hosts' `errors`.
     """
 
     name: str

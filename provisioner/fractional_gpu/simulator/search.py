@@ -18,9 +18,9 @@ def fewest(
 ) -> Result:
     """Return the run that meets the goal with the fewest devices (or other `counted` units), from `least` to `most`.
 
-    The search begins at `start` and goes up or down, first by an eighth of `start` and then by twice as much each time, until one number
-    meets the goal and a smaller number misses it. It then bisects. More devices do not always mean shorter waits (docs/simulator.md), so a
-    much smaller number might also meet the goal. Raises SimulationError if even `most` are too few.
+    The search begins at `start` and goes up or down, first by an eighth of `start`, doubling the step each time, until one number meets the
+    goal and a smaller number misses it. It then bisects between the two. More devices do not always mean shorter waits (docs/simulator.md),
+    so a much smaller number might also meet the goal. Raises SimulationError if even `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
@@ -53,10 +53,10 @@ def fewest_for_each(
     start: int = 1,
     counted: str = "devices",
 ) -> tuple[list[Result], list[int]]:
-    """Search for each of several traces. Return the runs with the fewest devices that suffice for every trace, and each trace's own fewest.
+    """Search for several traces. Return their runs with the fewest devices that suffice for all of them, and each trace's own fewest.
 
-    `run` is called with the trace's index and the number of devices (or other `counted` units). The number for every trace is at least the
-    largest of the traces' own numbers, and larger if some trace misses the goal with that. Raises the same errors as `fewest`.
+    `run` is called with the trace's index and the number of devices (or other `counted` units). The search for a number that suffices for
+    all traces begins at the largest of their own numbers, and goes up while any trace misses the goal. Raises the same errors as `fewest`.
     """
     runs, counts = cache(run), list[int]()
     for trace in range(traces):
@@ -77,10 +77,10 @@ def _too_few(most: int, counted: str, missed: str) -> str:
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
-    """Return the largest number of devices that cells need at the same time. About this many are needed to keep waits short.
+    """Return the largest number of devices that cells need at any one time. About this many are needed to keep waits short.
 
-    Each cell occupies its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raises
-    SimulationError for a session that the host cannot serve.
+    Each cell occupies its session's fraction until `stays_ms` after its end. It occupies whole GPUs instead if it uses several or if
+    `whole` is set. Raises SimulationError for a session that the host cannot serve.
     """
     most = _most_at_once(
         (cell.start_ms, cell.start_ms + cell.duration_ms + stays_ms, milli if cell.gpus <= 1 else 1000 * cell.gpus)
@@ -93,7 +93,7 @@ def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = Fal
 
 
 def devices_for_sessions(trace: Sequence[Session], host: Host) -> int:
-    """Return the largest number of devices that the fractions of open sessions need at the same time.
+    """Return the largest number of devices that the fractions of open sessions need at any one time.
 
     Raises SimulationError for a session that the host cannot serve.
     """

@@ -1,9 +1,9 @@
 """Tracks what users and groups spend, warns them, and applies a pool's `over_budget` setting once a budget is used up.
 
-- A budget covers past use only, and reserves nothing. When a group's budget is used up, everyone in the group is affected.
+- A budget only counts past use. It does not reserve anything. When a group's budget is used up, everyone in the group is affected.
 - The meter reports once a minute, so it can take up to a minute before a used-up budget has any effect.
-- No kernel is ended and no state is lost. While the budget is used up, kernels run at a different priority, or new kernels and seats are
-  refused.
+- Kernels are never ended, and no state is lost. While the budget is used up, kernels run at a different priority, or new kernels and seats
+  are refused.
 """
 
 import logging
@@ -203,7 +203,8 @@ class BudgetKeeper:
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
         """Add `amount` to the subject's budgets until `until_s` (seconds since 1970) or, if that is None, until each budget resets.
 
-        Raises LedgerError, leaving the budgets unchanged, if the extension cannot be saved. The extension stays if this is cancelled.
+        Raises LedgerError, leaving the budgets unchanged, if the extension cannot be saved. If this call is cancelled, the extension may
+        still be saved.
         """
         now_s = self._now_s()
         more = [

@@ -1,4 +1,4 @@
-"""Records how notebooks and seats use their shares each day, and gives users advice based on this (`core.forecasts.advice`).
+"""Records how notebooks and seats use their shares each day, and bases advice to users on these records (`core.forecasts.advice`).
 
 - Leases are sampled along with the devices, every second or two while there are kernels. Peaks between samples are missed.
 - Each day's record is rewritten once a minute and kept for `WINDOW_DAYS` days. A broker that is killed loses at most one minute of data.
@@ -46,7 +46,7 @@ class _LastAdvice:
 
 
 class ShareHabits:
-    """How one broker's notebooks use their shares. For use on the broker's event loop. `kernels` maps lease ids to live kernels."""
+    """Records how one broker's notebooks use their shares. For use on the broker's event loop. `kernels` maps lease ids to live kernels."""
 
     def __init__(
         self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks = CLOCKS
@@ -69,7 +69,7 @@ class ShareHabits:
     def sampled(self, utilisation: Mapping[str, int] = _NOTHING) -> None:
         """Record how much of its share each lease is using.
 
-        `utilisation` is in thousandths of a device, and covers the leases that have run just one cell since the last sample.
+        `utilisation` is in thousandths of a device, and covers only leases that have been running a single cell since the last sample.
         """
         holders: dict[str, HabitKey] = {}
         seats: dict[str, tuple[LeaseSpec, list[Sample]]] = {}
@@ -113,7 +113,7 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return all useful advice on notebooks. If `owner` or `pool` is given, other owners' or pools' notebooks are left out.
+        """Return all useful advice on notebooks. If `owner` or `pool` is given, only that owner's or pool's notebooks are considered.
 
         Yields to other tasks from time to time, because a hub can have thousands of notebooks.
         """

@@ -1,8 +1,8 @@
 """Feeds lease events and device energy to the meter, and writes its figures to the ledger every minute.
 
 - A broker that is killed loses at most the last minute of figures, or the last ten minutes if there are no leases.
-- The next broker charges this gap to the leases that survived it, treating them as idle and in the state it finds them in. A lease that
-  ended during the gap is counted only up to the last write. The energy used during the gap is read from the devices' own counters and
+- The next broker charges this gap to the leases that survived it, as if they had been idle and in their current state throughout. A lease
+  that ended during the gap is counted only up to the last write. The energy used during the gap is read from the devices' own counters and
   divided among the surviving leases.
 - Nothing is counted between the last write before a reboot and the start of the first broker after it, because no kernel survives a reboot.
 """
@@ -151,7 +151,7 @@ class Metering:
         self.meter.moved(self._clocks.wall(), change.lease_id, mib)
 
     def uncollected(self) -> Iterable[UsageRow]:
-        """Return the figures since the last write. Consume them immediately, because they keep changing."""
+        """Return the figures collected since the last write. Consume them immediately, because they keep changing."""
         return self.meter.rows(self._clocks.now(), self._clocks.wall())
 
     async def run(self) -> None:
@@ -165,7 +165,7 @@ class Metering:
             self.write()
 
     def write(self) -> asyncio.Future[None]:
-        """Write the figures since the last write. The returned future completes once they are on disk."""
+        """Write the figures collected since the last write. The returned future completes once they are on disk."""
         fresh = self.meter.take(self._clocks.now(), self._clocks.wall())
         for follower in self.followers:
             follower(fresh)

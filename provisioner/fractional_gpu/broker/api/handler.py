@@ -1,7 +1,7 @@
 """Serves every route in `protocol.routes`: identifies and authorizes the peer, then decodes, audits and answers the request.
 
-The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot forge them. Decoding is strict: a field known only
-to newer clients is not ignored, but causes an error that names both the client's and the broker's version.
+The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot forge them. Decoding is strict: if a newer client
+sends an unknown field, the request fails with an error that names the client's and the broker's versions.
 """
 
 import asyncio
@@ -247,7 +247,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
-        """Audit an administrator's action and its outcome, unless the action is on their own lease and open to every user."""
+        """Audit an administrator's action and its outcome, unless it is on their own lease and any user could do it."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described

@@ -109,7 +109,7 @@ class LeaseService:
             await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may control it. With `own`, only its processes and holders of the lease's token may.
+        """Return the lease's kernel if the peer may control it. With `own`, only its own processes and holders of the lease's token may.
 
         A process whose token file is gone is recognized by its place in the kernel's process tree. To the kernel itself, the lease appears
         to have ended once the kernel is being evicted, or once only processes it left behind keep the lease alive. Raises NotFoundError,
@@ -150,7 +150,7 @@ class LeaseService:
         return peer.token is not None or view is None or not view.spec.seat
 
     def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
-        """Return whether the peer is one of this kernel's processes, not counting those of kernels that this kernel started.
+        """Return whether the peer is one of this kernel's processes, excluding any that belong to kernels it started itself.
 
         With `or_parent`, the kernel's parent process is accepted as well.
         """
@@ -250,7 +250,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait briefly if the user's other starting kernels would cause a refusal, as when JupyterLab restores a session."""
+        """Wait briefly if too many of the user's kernels are starting at once, for example when JupyterLab restores a session."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
@@ -376,7 +376,7 @@ class LeaseService:
         return json.dumps(request.connection)
 
     def _check_reservation(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Raise NoRoomError if a kernel whose cells cannot be kept waiting has lost its reservation. Its cells would run without one."""
+        """Raise NoRoomError if a kernel has lost its reservation and its cells cannot be kept waiting. They would run without one."""
         # The reservation of a lease without a process ends with the broker that made it, so request it again.
         self.broker.request_on_behalf(kernel)
         view = view_of(self.broker, kernel)
@@ -398,7 +398,7 @@ class LeaseService:
         await self.broker.survivors.settled(kernel)
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
-        """Accept an extension's stream instead of any older one, and send the extension the command that matches the lease's state."""
+        """Accept an extension's stream, replacing any older one, and send the extension the command that matches the lease's state."""
         link = kernel.connect_gate(time.monotonic(), hello.inputs)
         view = view_of(self.broker, kernel)
         if not hello.open:

@@ -1,4 +1,4 @@
-"""Registers the functions that serve the routes, and makes the server. The route table and `handler` decide who may call a route."""
+"""Registers the functions that serve the routes, and creates the server. The route table and `handler` decide who may call a route."""
 
 import logging
 import os

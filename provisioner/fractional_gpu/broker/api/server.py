@@ -1,10 +1,12 @@
-"""The HTTP server beneath the routes, which limits what a connection may send and decides when to read from it.
+"""The HTTP server beneath the routes. It limits what a connection may send, and decides when to read from it.
 
-A request is refused if it is too large, has no known length, or belongs to an account that has been overdrawn for a long time. The headers
-are enough to decide this, so the server replies without reading the body. Otherwise the request is charged to its account (`cost.Account`)
-and waits for the account's turn before its body is read. Once the account owes `COST_RESERVE_S`, nothing is read from its connections. Each
-user may have a few connections, plus more for each lease that has a process. Any connection beyond that waits briefly, gets one reply and
-is closed. Some file descriptors are kept back for administrators, so users cannot use them all up. Connections that make no progress in
+A request is refused if it is too large, does not state its length, or belongs to an account that has been overdrawn for a long time. The
+headers are enough to decide this, so the server replies without reading the body. Otherwise, the request is charged to its account
+(`cost.Account`), and its body is read when it is the account's turn. Once the account owes `COST_RESERVE_S`, nothing is read from its
+connections.
+
+Each user may have a few connections, plus more for each lease that has a process. Any connection beyond that waits briefly, gets one reply
+and is closed. Some file descriptors are reserved for administrators, so users cannot use them all up. Connections that make no progress in
 time are closed.
 """
 
@@ -455,7 +457,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Close the connections other processes open to find out who holds `claim`. If the queue were full, they could not find out."""
+    """Close connections from processes that want to know who holds `claim`. If the queue filled up, later ones could not find out."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

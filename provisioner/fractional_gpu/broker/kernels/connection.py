@@ -2,8 +2,8 @@
 
 The broker connects to a kernel's sockets with its own privileges, so it connects only to sockets that no other user could have put there:
 
-- A UNIX socket must be in a folder that belongs to the kernel's user and that no other user can write to. Nor may any other user be able to
-  replace a folder above it.
+- A UNIX socket must be in a folder owned by the kernel's user. No other user may be able to write to that folder, or to replace a folder
+  above it.
 - A TCP port must be on a loopback address, even if the kernel listens on all addresses. It must not be a port used by a system service.
 """
 

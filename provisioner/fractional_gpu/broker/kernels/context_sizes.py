@@ -2,8 +2,8 @@
 
 A context's size is the memory that the device charges to a kernel's process, less the memory held by the framework's allocator. It includes
 the context itself, the modules of cuBLAS, cuDNN and compiled kernels, and NCCL's buffers. It varies between kernels, and allocations that
-bypass the allocator add to it. A framework's limit needs a high estimate, but a few odd kernels, or those of one user, must not raise it
-for everyone. The estimate is therefore the larger of
+bypass the allocator add to it. The estimate must be high enough to keep frameworks within their caps, but a few odd kernels, or one user's
+kernels, must not raise it for everyone. The estimate is therefore the larger of
 
 - the third quartile of the sizes of all users' last `KERNELS` kernels, and
 - the user's own largest size among them.

@@ -1,4 +1,4 @@
-"""What the broker knows about each lease beyond the arbiter's view: its process, its connections, and data that parts of the broker keep.
+"""What the broker knows about each lease beyond the arbiter's view: process, connections, and data kept by other parts of the broker.
 
 A `Kernel` holds one small object for each part of the broker that keeps data about the lease. The object's docstring names the part that
 changes it; all other parts only read it.

@@ -1,4 +1,4 @@
-"""ZeroMQ contexts in kernels' network namespaces, because a kernel in a container listens on the container's own loopback interface.
+"""Creates ZeroMQ contexts in kernels' network namespaces, because a kernel in a container listens on the container's loopback interface.
 
 A context opens connections in its own threads, which are in the network namespace of the thread that created the context's first socket. A
 context for another namespace is therefore created by a short-lived thread that enters that namespace (`host.namespaces.in_network`). The
@@ -68,7 +68,7 @@ class Networks:
 
 
 def _new_context() -> zmq.asyncio.Context:
-    """Return a new context. Opening a first socket, which no event loop uses, starts its threads."""
+    """Return a new context. Its threads are started by opening a first socket, which no event loop uses."""
     context = zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, _MOST_HERE)
     zmq.Context.socket(context, zmq.PAIR, socket_class=zmq.Socket).close(linger=0)

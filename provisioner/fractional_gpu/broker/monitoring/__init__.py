@@ -1,1 +1,1 @@
-"""Periodic observation of device use, host memory, unresponsive and abandoned kernels, and the broker's own event loop."""
+"""Watches device use, host memory, unresponsive and abandoned kernels, and the broker's own event loop."""

@@ -1,9 +1,9 @@
 """Protects saved state while host memory is short: leases resume early if devices have room, and the out-of-memory killer spares kernels.
 
 State saved from a device is kept in the memory of the kernel's own process, so it counts towards the memory use of the machine and of every
-control group above that process. The arbiter is told the budget for all saved state (less than what is already saved, if the machine runs
-short) and which suspended leases are in a control group that is short of memory. The more memory a group has left, the less often it is
-checked.
+control group above that process. The broker gives the arbiter two things: the budget for all saved state, which drops below what is already
+saved if the machine runs short, and the suspended leases whose control groups are short of memory. The more memory a group has left, the
+less often it is checked.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 
 @dataclass(frozen=True, slots=True)
 class LoweredProcess:
-    """A process whose out-of-memory adjustment was lowered from `was` to each value in `given`. `since` is in clock ticks since boot."""
+    """A process whose out-of-memory adjustment was lowered from `was` to each of `given` in turn. `since` is in clock ticks since boot."""
 
     identity: ProcessIdentity
     lease_id: str
@@ -129,7 +129,7 @@ class OomProtection:
         self._swept_s = -math.inf
 
     async def run(self) -> None:
-        """Keep the adjustments of processes with saved state low. On cancellation, leave them low, because kernels outlive the broker."""
+        """Keep the adjustments low for processes with saved state. On cancellation, leave them low, because kernels outlive the broker."""
         self._read()
         seen = -1
         while True:
@@ -240,7 +240,7 @@ class OomProtection:
 
 
 def protect_this_process() -> None:
-    """As far as permitted, favour this process and its children over users' processes, in scheduling and when memory runs out."""
+    """Favour this process and its children over users' processes, as far as permitted, in scheduling and when memory runs out."""
     me = os.getpid()
     with suppress(PermissionError):  # a user's own broker is not permitted to
         os.setpriority(os.PRIO_PROCESS, me, min(_OWN_NICENESS, os.getpriority(os.PRIO_PROCESS, me)))

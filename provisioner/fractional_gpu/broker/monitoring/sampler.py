@@ -1,4 +1,4 @@
-"""Periodically samples device use, host memory and unresponsive kernels.
+"""Periodically samples device use and host memory, and checks for unresponsive kernels.
 
 A sample is read in a thread. It is evaluated on the loop only if no lease has changed state in the meantime. Otherwise, memory would be
 charged to leases that have left their devices or have only just arrived.
@@ -222,7 +222,7 @@ class Sampler:
         return owners
 
     def _add_claimed(self, owners: dict[int, Owner], snapshot: Snapshot, uses: Mapping[str, DeviceUse | None]) -> None:
-        """Charge processes without a lease to their user's claims on the same device, up to the claimed memory."""
+        """Charge memory used by processes without a lease to their user's claims on the same device, up to the claimed amount."""
         claims = [(kernel, view) for kernel, view in self._broker.views() if kernel.launch.claim]
         left = {(kernel, device_id): view.reserved_mib for kernel, view in claims for device_id in view.device_ids}
         for must_fit, (kernel, view) in product((True, False), claims):
@@ -264,9 +264,9 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Treat a cell as idle once it has not used the GPU for the pool's `max_unused_hold`, until it next uses the GPU.
+        """Treat a cell as idle if it has not used the GPU for the pool's `max_unused_hold`, until it uses the GPU again.
 
-        If another kernel has been given its memory by then, what the cell uses counts as use without a lease until the cell's ticket is
+        If another kernel has been given its memory in the meantime, the cell's use counts as use without a lease until its ticket is
         served.
         """
         cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
@@ -367,7 +367,7 @@ class Sampler:
     def request_for_silent(self) -> None:
         """File a ticket for each kernel that needs the GPU but cannot request it.
 
-        Without one, the kernel would stay blocked, or without a reservation, forever.
+        Without the ticket, the kernel would stay blocked, or without a reservation, forever.
         """
         now_s = time.monotonic()
         for kernel in list(self._broker.kernels.values()):

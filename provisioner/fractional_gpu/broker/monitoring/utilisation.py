@@ -1,10 +1,10 @@
 """Measures how heavily each lease uses its devices while it runs a cell.
 
-Utilisation is averaged over the time since the last sample, for leases that ran a single cell for that whole time. The period begins long
-enough after the cell's start to exclude earlier use (`settle_us`). There is no figure for cells waiting for input, work outside cells,
-kernels whose messages cannot be read, or processes the device does not list. The figure is summed over the lease's processes and averaged
-over its devices. If a device reports nothing per process, or the processes use the MPS server, the device's total is used, provided that
-only this lease computes on it.
+Utilisation is averaged over the time since the last sample. If the cell started later than that, the period begins once earlier use can no
+longer affect the figure (`settle_us`). The lease must run a single cell throughout. There is no figure for cells waiting for input, work
+outside cells, kernels whose messages cannot be read, or processes the device does not list. The figure is summed over the lease's processes
+and averaged over its devices. If a device does not report figures per process, or the processes use the MPS server, the device's total is
+used, provided that only this lease is computing on it.
 """
 
 import logging
@@ -28,7 +28,7 @@ _WHOLE = 1000
 
 
 _Beginning = tuple[float, float, int]
-"""When the message arrived, the last grant was made and the stay on the device began. No two cells share all three."""
+"""When the cell's message arrived, when the last grant was made, and when the stay on the device began. No two cells share all three."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class _ActError(Exception):
 
 
 class LedgerWriter:
-    """The sole user of an open ledger. One thread does all writes, and another does long reads, which therefore do not hold up writes."""
+    """The sole user of an open ledger. One thread does all writes, and another does long reads, so that these do not hold up writes."""
 
     def __init__(self, ledger: Ledger, *, limit_bytes: int = 2**32) -> None:
         self.ledger = ledger
@@ -79,15 +79,15 @@ class LedgerWriter:
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
         """Run the write `act` after all earlier writes. The future is done when the write is on disk. Failures are logged.
 
-        With `again`, a failed write (for example on a full disk) is retried before all later writes, until it succeeds, or until it fails
-        even though other writes succeed. The future fails on the first failure.
+        With `again`, a write that fails (for example because the disk is full) is retried before all later writes. It is abandoned only if
+        it fails while other writes succeed. The future fails on the first failure.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
-        """Run the write `act`, and return when it is on disk. Raises LedgerError. The write stays if this is cancelled."""
+        """Run the write `act`, and return when it is on disk. Raises LedgerError. If this call is cancelled, the write is still done."""
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:
@@ -248,7 +248,7 @@ def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> 
 
 
 def _retentions() -> Iterator[tuple[int, int]]:
-    """Yield shorter and shorter retention times in ms, for the history and for what leases used.
+    """Yield pairs of ever shorter retention times in ms, one for the history and one for leases' usage.
 
     The history is cut down to an hour before the usage is cut at all.
     """

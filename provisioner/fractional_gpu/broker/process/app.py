@@ -238,10 +238,10 @@ def _take_turn(
 ) -> NameClaim | str | None:
     """Return the claim on the socket's name if this process becomes the broker, or a sentence explaining why it cannot.
 
-    Return None if this process becomes the broker even though another user's process holds the claim, and "" if a broker is already running
-    and `ready` has been told so. If the holder of the lock or the claim stops in time, this process becomes the broker. A broker that has
-    the claim but not the lock has lost its files. It will restart with its claim (`kept`) and then needs the lock, so this process releases
-    the lock.
+    Return None if this process becomes the broker even though another user's process holds the claim. Return "" if a broker is already
+    running, after reporting this to `ready`. If the holder of the lock or the claim stops in time, this process becomes the broker. If a
+    broker has the claim but not the lock, it has lost its files. It will restart, keeping its claim (`kept`), and will then need the lock,
+    so this process releases the lock.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -3,7 +3,7 @@
 System services clean out runtime folders, and users delete files that look like leftovers. Once a second, the broker checks that its files'
 names still refer to the files it created. If not, it finishes any suspend or resume in progress, writes the deleted ledger, which is still
 open, to another file (`Ledger.write_out`), and restarts itself with exec. It keeps its claim on the socket's name, so that no second broker
-starts. It does none of this while one of its folders is not private to this user. If the socket's whole folder is gone, a broker without
+starts. All of this happens only while the broker's folders are private to this user. If the socket's whole folder is gone, a broker without
 leases or seats exits instead, unless `idle_exit` is "never".
 """
 

@@ -37,7 +37,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import COMMAND
 
 UNKNOWN_CONNECTION: Final = "{}"
-"""The connection of a kernel whose connection file is gone. The broker cannot listen to such a kernel, which therefore counts as busy."""
+"""The connection of a kernel whose connection file is gone. The broker cannot listen to such a kernel, so it counts as busy."""
 
 _SOCKET_VARIABLE: Final = "JUPYTER_GPU_SOCKET"
 KIND_VARIABLE: Final = "JUPYTER_GPU_KIND"

@@ -1,4 +1,4 @@
-"""Recovery when a broker starts: finds out what has become of the previous broker's leases.
+"""Recovers leases when a broker starts: finds out what has become of the previous broker's leases.
 
 Nothing is replayed. For each lease in the ledger, /proc shows whether its process is alive, and the driver reports the process's state.
 Half-done work is finished or undone, whichever is safe. A lease in an unknown state is quarantined.

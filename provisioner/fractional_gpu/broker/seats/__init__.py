@@ -1,1 +1,1 @@
-"""Seats: a hub's servers' entitlements to GPUs, and how they are granted, used and revoked."""
+"""Seats, which entitle a hub's servers to GPUs: how they are granted, used and revoked."""

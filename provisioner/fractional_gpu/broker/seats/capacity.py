@@ -1,7 +1,7 @@
 """Reports a host's remaining capacity (`GET /v1/capacity`) to people and to the node agents of Slurm and Kubernetes.
 
 For each offered fraction, a forecast estimates how many more seats each device can take. The broker also uses this forecast to place seats
-(`core.seat_packing`). It assumes that nothing is known about the new users' habits, and respects the pool's `wait_bound`. The smallest
+(`core.seat_packing`). It treats the new users as users about whom nothing is known, and respects the pool's `wait_bound`. The smallest
 estimate is reported, so that Slurm or Kubernetes can grant any of the offered sizes.
 """
 
@@ -36,7 +36,7 @@ _HALF_MILLI, _MOST_CELLS_MILLI = 500, 950
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
-    """The input to a pool's forecast, as plain data, so that a thread can compute the forecast."""
+    """The input for a pool's forecast, as plain data, so that the forecast can be computed in a thread."""
 
     spec: PoolSpec
     hub: Pool
@@ -56,7 +56,7 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return the host's remaining capacity with `seats` in place. The forecast runs in a thread that cancellation does not stop."""
+        """Return the host's remaining capacity, given the existing `seats`. Cancellation does not stop the forecast's thread."""
         broker, arbiter = self._broker, self._broker.arbiter
         pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
         left_mib = max(0, arbiter.host_left_mib)
@@ -136,7 +136,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
 
 
 def _waiting_millionths(pool: _Pool) -> int:
-    """Return the probability, in millionths, that a cell run by one more seat of the usual size finds no room on its device."""
+    """Return the probability, in millionths, that if one more seat of the usual size were added, a cell it runs would find no room."""
     load = pool.loads.get(pool.usual_milli)
     if load is None:
         return 1_000_000

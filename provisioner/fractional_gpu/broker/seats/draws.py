@@ -2,7 +2,7 @@
 
 A request names a seat and presents its token. Kernels that use a pod's seat need no token, because their control group identifies them. A
 kernel gets its owner, group and weight from its seat, and its priority is at most the seat's. A seat's kernels share its fraction and
-memory, and it limits how many kernels there can be.
+memory, and each seat has a maximum number of kernels.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class SeatDraws:
-    """Checks leases against `seats`, a mapping from ids to the current seats. If `required` is set, every kernel needs a seat to start."""
+    """Checks leases against `seats`, which maps ids to current seats. If `required` is set, every kernel needs a seat to start."""
 
     def __init__(
         self, broker: Broker, seats: Mapping[str, SeatRecord], workloads: Workloads, *, required: bool
@@ -40,7 +40,7 @@ class SeatDraws:
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
-        """Return the lease with its seat's terms applied, or unchanged if it needs no seat. Logs refusals before raising them."""
+        """Return the lease with its seat's terms applied, or unchanged if it needs no seat. Refusals are logged, then raised."""
         try:
             return self._apply_terms(peer, request, spec)
         except (ForbiddenError, UnauthorizedError, NoRoomError) as error:
@@ -141,11 +141,11 @@ class SeatDraws:
         return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
 
     def predates(self, kernel: Kernel, view: LeaseView) -> bool:
-        """Return whether the kernel was started by an earlier server, not by the one that holds the seat now."""
+        """Return whether the kernel was started by an earlier server rather than by the one that holds the seat now."""
         return view.revoked or (kernel.taken_over and view.spec.seat in self._seats)
 
     def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:
-        """Return the ids of the seat's leases from an earlier server. Errors list them, because the current server doesn't show them."""
+        """Return the ids of the seat's leases left by earlier servers. Errors list them, because the current server doesn't show them."""
         return [
             kernel.lease_id
             for kernel, view in self._broker.views()
@@ -175,7 +175,7 @@ _DAY_MS = 86_400_000
 
 
 class UsageRecorder:
-    """Samples each user's use of each pool, totals it by day, and passes it to the forecasts.
+    """Samples each user's use of each pool, and adds it to daily totals in the ledger and the forecasts.
 
     `live_ms` is how long the user had a kernel in the pool, and `busy_ms` is how long at least one of those kernels was busy on a device.
     Memory is summed over busy kernels.

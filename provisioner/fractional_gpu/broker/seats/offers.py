@@ -1,7 +1,7 @@
 """Forecasts how busy pools will be, to decide where seats go and to help users choose a pool and a fraction.
 
-The forecasts for each user and pool are based on the last four weeks in the ledger. The predicted wait for a seat in a full pool depends on
-how long the pool's most recent seats lasted.
+The forecasts for each user and pool are based on the last four weeks of usage in the ledger. The predicted wait for a seat in a full pool
+depends on how long the pool's most recent seats lasted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -114,9 +114,9 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the id of a device with room for one more seat besides `seats`, or a `PoolFull` that says why there is none.
+        """Return the id of a device with room for one more seat on top of `seats`, or a `PoolFull` that explains why there is none.
 
-        If Slurm or Kubernetes has already admitted the request, the forecast is ignored.
+        If Slurm or Kubernetes has already admitted the request, a device is returned even if long waits are forecast.
         """
         devices = self.usable_devices(pool)
         promised = guaranteed_full(
@@ -186,7 +186,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the expected, shortest and longest time for `position` of the pool's `seats` seats to end."""
+        """Return the expected time until `position` of the pool's `seats` seats have ended, with lower and upper bounds."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None

@@ -1,8 +1,8 @@
-"""Revokes the leases of a seat that has ended. The same server's next seat can take them over; any that are left are ended.
+"""Revokes the leases of a seat that has ended. The same server's next seat can take them over. Any that remain are eventually ended.
 
 - A revoked lease is suspended and still counts towards its user's limits (`core.revoke`). A lease without a process ends at once.
 - The next seat for the same user and server takes over the revoked leases that fit alongside its other kernels.
-- If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended, as they would be in an eviction.
+- If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended, as in an eviction.
 - The ledger keeps a seat's owner and end time while the seat has leases. If a lease's seat is neither active nor recorded, because
   the ledger was lost, the lease is treated as revoked from that point on, and any of its user's servers can take it over.
 """
@@ -61,7 +61,7 @@ class Revocations:
             self._end_processes(kernel.lease_id)
 
     def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
-        """Give a new seat its server's revoked leases, oldest first, skipping any that don't fit. `check` raises an error for those."""
+        """Let a new seat take over its server's revoked leases, oldest first. Leases for which `check` raises an error are skipped."""
         for kernel, view in self._broker.views():
             ended = self._ended.get(view.spec.seat)
             if (

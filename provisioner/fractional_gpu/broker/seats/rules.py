@@ -1,4 +1,4 @@
-"""Decides which seats servers may have and which kernels those seats allow, and lets administrators change the settings of pools.
+"""Decides which seats servers may have and which kernels those seats allow, and lets administrators change pool settings.
 
 Errors say what was requested, what is available, and what to do.
 
@@ -153,9 +153,9 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
 
 
 def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
-    """Return the group whose limits a seat counts against.
+    """Return the group whose limits apply to a seat.
 
-    This is `group`, which entitles the user to the seat, or, if `group` is empty, the first of the user's groups that has limits.
+    `group` entitles the user to the seat. If it is empty, the first group with limits that the user belongs to is returned.
     """
     mine = set(groups)
     return group or next((name for name, _ in pool.group_limits if name in mine), "")
@@ -164,7 +164,7 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Check the user's and the group's limits. The user's `revoked` leases count towards the user's limit. Raises NoRoomError."""
+    """Raise NoRoomError if the user or the group would exceed its limit. The user's `revoked` leases count towards the user's limit."""
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
@@ -189,7 +189,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool can't promise `memory_mib` more, or None if it can. The pool's `oversubscription` sets the limit."""
+    """Return why the pool can't promise another `memory_mib`, or None if it can. The pool's `oversubscription` sets the limit."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000
@@ -205,7 +205,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that the seat has room for `asked` on top of `held`. The error names the leases in `earlier`, left by an earlier server.
+    """Check that the seat has room for `asked` on top of `held`. Errors name the leases in `earlier`, which an earlier server left.
 
     Raises ForbiddenError or NoRoomError.
     """

@@ -1,13 +1,13 @@
-"""Manages seats, which entitle a hub's servers to a fraction of a GPU, from the wait for a seat until the seat ends.
+"""Manages seats, from the wait for one until it ends. A seat entitles a hub's server to a fraction of a GPU.
 
 - A seat is written to the ledger before the hub receives it, and expires unless the hub confirms that the seat has been saved. A confirmed
   seat survives restarts of the hub and the broker until it is ended, and an ended seat never comes back. A server has at most one seat, so
   if it gets another, the older one ends.
-- A pool is full if cells would probably wait too long (`core.seat_packing`), or if its memory is promised to other seats. Depending on the
-  configuration, requests are then refused or wait. Requests with the same priority are served in order of arrival. A request that the pool
-  could never serve is refused at once.
+- A pool is full if one more seat would probably make cells wait too long (`core.seat_packing`), or if its memory is promised to other
+  seats. Depending on the configuration, further requests wait or are refused. Requests with the same priority are served in order of
+  arrival. A request that the pool could never serve is refused at once.
 - A request that fits can overtake earlier requests that do not. Once a request has been overtaken `max_passed_over` times, the pool keeps
-  its room for that request, unless even the empty pool could not serve it.
+  its free room for that request, unless even the empty pool could not serve it.
 """
 
 import asyncio
@@ -195,7 +195,7 @@ class Seats:
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
     def _with_advice_and_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with advice based on past use, the remaining budgets, and the reason if it is ruled out by a used-up budget."""
+        """Return the offer with the remaining budgets, advice based on past use and, if a budget is used up, why it can't be taken."""
         spec, hub = self._pool(offer.pool)
         terms = hub.terms(request.groups)
         group = counted_group(terms[0] if terms is not None else "", request.groups, spec)
@@ -281,7 +281,7 @@ class Seats:
                 self._end(waiter.seat, "abandoned")
 
     def _expected(self, waiter: _Waiter, position: int, *, first: bool) -> Span | None:
-        """Return the expected wait for a request at this position. The first forecast is kept, for comparison with the actual wait."""
+        """Return the expected wait for a request at this position. If `first` is set, keep it for comparison with the actual wait."""
         pool, seats = waiter.request.pool, len(self._of_pool(waiter.request.pool))
         stated = self.forecasts.expected(pool, position, seats)
         if first and stated is not None:
@@ -293,8 +293,7 @@ class Seats:
         """Reserve seats for the queued requests that fit. Return why the first remaining request does not fit.
 
         A request that gets a seat leaves the queue at once, so that the others don't have to wait for the seat to be written to the ledger.
-        If the first request would exceed a limit, it leaves as well. A later one stays, because it may be within its limit when its turn
-        comes.
+        If the first request would exceed a limit, it is refused. A later one stays, because it may be within the limit when its turn comes.
         """
         pool, hub = self._pool(pool_name)
         line = self._waiting.get(pool_name, [])
@@ -331,10 +330,10 @@ class Seats:
     def _place(
         self, waiter: _Waiter, pool: PoolSpec, hub: Pool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
     ) -> PoolFull | str | None:
-        """Return the seat's device, or why the seat does not fit. Raises NoRoomError if a limit is reached.
+        """Return a device for the seat, or why the seat does not fit. Raises NoRoomError if a limit would be exceeded.
 
-        `unplaced` lists earlier requests that do not fit, and why. If this request needs at least as much as one of those, no new forecast
-        is made for it.
+        `unplaced` lists earlier requests that do not fit, and why. If this request needs at least as much as one of them, it gets the same
+        answer without a new forecast.
         """
         request = waiter.request
         others = self._others(request)
@@ -433,7 +432,7 @@ class Seats:
         )
 
     async def confirm(self, seat_id: str) -> SeatStatus:
-        """Make a seat permanent because the hub has saved it. Return once this has been recorded in the ledger.
+        """Make a seat permanent, now that the hub has saved it. Return once this has been recorded in the ledger.
 
         Raises NotFoundError or LedgerError.
         """

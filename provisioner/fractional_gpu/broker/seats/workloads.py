@@ -3,7 +3,7 @@
 - A process may use a workload's seat only from within that workload's control group, because a user's jobs share a uid and can read each
   other's files.
 - A seat ends when its workload's control group disappears, or when the machine reboots. A job has no control group before its first step,
-  so this does not apply to a seat whose group has never been seen. The engine's epilog or node agent releases such a seat.
+  so a seat whose group has never been seen is left for the engine's epilog or node agent to release.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _EVERY_S: Final = 2.0
 
 
 class Workloads:
-    """The jobs and pods that own `seats`, a mapping from ids to the current seats. Use only on the event loop's thread.
+    """The jobs and pods that own `seats`, which maps ids to current seats. Use only on the event loop's thread.
 
     `gone(seat)` ends a seat, and `changed(seat)` saves a seat whose control group has just become known.
     """
@@ -74,7 +74,7 @@ class Workloads:
             self._changed(_with_group(seat, found.group))
 
     def of_pod(self, pid: int) -> SeatRecord | None:
-        """Return the seat of the pod in which the process runs. A process can't change its control group, so this serves as a token."""
+        """Return the seat of the pod in which the process runs. A process can't change its control group, so that serves as a token."""
         pods = {
             seat.workload.id: seat
             for seat in self._seats.values()
@@ -89,7 +89,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return why the seat's kernels might not be suspended when idle, or "" if nothing prevents it."""
+        """Return why it may be impossible to suspend the seat's idle kernels, or "" if there is no known obstacle."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)

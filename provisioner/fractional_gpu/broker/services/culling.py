@@ -1,4 +1,4 @@
-"""Ends kernels that have been idle for a long time, or whose saved state fills host memory, after a warning (`c.GPUBroker.cull_...`).
+"""After a warning, ends kernels that have been idle for a long time or whose saved state fills host memory (`c.GPUBroker.cull_...`).
 
 When this is configured, Jupyter servers hide kernels with GPU state from idle cullers, which don't know what it costs to keep a kernel. A
 kernel is kept if its user uses, resumes or pins it after the warning.
@@ -25,7 +25,7 @@ End = Callable[[Kernel, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CullRule:
-    """When to end a kernel: after `after_ms` without use, or if the total saved state exceeds `above_percent` of its host memory limit.
+    """When to end a kernel: after `after_ms` without use, or if saved state exceeds `above_percent` of the host memory allowed for it.
 
     Set `after_ms` to None to turn off the first condition, and `above_percent` to 100 to turn off the second.
     """
@@ -72,7 +72,7 @@ class Culler:
                 await asyncio.sleep(period_s)
 
     async def look(self) -> bool:
-        """Warn users whose kernels will be ended. End the first kernel whose warning has run out, and return whether there was one.
+        """Warn users whose kernels will be ended. End the first kernel whose warning period is over, and return whether there was one.
 
         Only one kernel is ended per call, because the others may have been used in the meantime. Processes that have already been signalled
         still exit if this call is cancelled.

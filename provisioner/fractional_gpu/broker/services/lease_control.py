@@ -31,7 +31,7 @@ _SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the
 _POINTS = 1000
 _MOST_AGE_S = 1.0  # of the process list, so that requests can share one scan
 LONGEST_DEADLINE_MS = 7 * 86_400_000
-"""Devices that will go away later than this are not drained yet."""
+"""How far in the future a drain's deadline may be, in ms."""
 
 
 async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:

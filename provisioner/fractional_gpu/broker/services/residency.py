@@ -1,4 +1,4 @@
-"""Moves leases onto devices and off them on request (acquire, suspend, resume, move), and ends all processes of a lease.
+"""Moves leases on and off devices on request (acquire, suspend, resume, move), and ends all of a lease's processes.
 
 `acquire` files a ticket and reports on it until the grant, so that a waiting cell can show why it is waiting. A grant is sent only after
 the reservation has been written to the ledger. Otherwise the next broker could give the same memory to another kernel.
@@ -51,7 +51,7 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """File a ticket, or with `watch` only follow an existing one. Yield the reasons the kernel is waiting, then `granted` or `refused`.
+        """File a ticket or, with `watch`, follow an existing one. Yield the reasons the kernel is waiting, then `granted` or `refused`.
 
         Closing the generator withdraws the ticket. With `hold`, closing it also ends the kernel's use of the GPU.
         """
@@ -294,7 +294,7 @@ class Residency:
 
 
 async def end_tree(broker: Broker, kernel: Kernel) -> None:
-    """End the kernel's process tree, reading it again until it is empty. Raises ConflictError.
+    """End all processes in the kernel's tree, rescanning it until it is empty. Raises ConflictError.
 
     Processes are identified by start time and signalled through a pidfd, so a signal never reaches a reused pid. Processes that have
     already been signalled still exit if this call is cancelled.

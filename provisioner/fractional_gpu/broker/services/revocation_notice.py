@@ -1,10 +1,10 @@
-"""Watches a file or a cloud's metadata URL for a notice that this host will be taken away (`c.GPUBroker.revocation_notice`).
+"""Watches a file or a cloud's metadata URL for a notice that this host will be reclaimed (`c.GPUBroker.revocation_notice`).
 
 When there is a notice, all devices are drained before the deadline, and users are told to save to disk, because the host's memory will be
-lost as well. If the notice disappears, the devices that were drained for it are undrained, even by a later broker. If the source can't be
-read, nothing changes. If the source is a file, its existence is the notice. If it is a URL, 404 means that there is no notice (AWS), and
-200 means that there is one, unless the text is `FALSE` (Google) or JSON with no such event in `Events` (Azure). The deadline is `time`
-(AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` from now.
+lost as well. If the notice disappears, the devices drained for it are undrained, even if the broker has restarted since. If the source
+can't be read, nothing changes. If the source is a file, its existence is the notice. If it is a URL, 404 means that there is no notice
+(AWS), and 200 means that there is one, unless the text is `FALSE` (Google) or JSON with no such event in `Events` (Azure). The deadline is
+`time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` from now.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _AWS_PREFIX = "/latest/"
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice that this host will be taken away. `deadline_ms` is in wall-clock ms, or None if the notice gives no deadline."""
+    """A notice that this host will be reclaimed. `deadline_ms` is in wall-clock ms, or None if the notice gives no deadline."""
 
     deadline_ms: int | None = None
 
@@ -122,7 +122,7 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Tells users about a notice that this host will be taken away. With `drains`, also drains all devices.
+    """Tells users when there is a notice that this host will be reclaimed. With `drains`, also drains all devices.
 
     `default_ms` is the time left if the notice gives no deadline.
     """
@@ -197,7 +197,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return the devices drained for a notice, each with the `evict_busy` of an earlier drain, or None if there was none."""
+        """Return the devices drained for a notice, each with the `evict_busy` of its earlier drain, or None if it had none."""
         if self._drained is None:
             kept_as = self._broker.writer.ledger.kept_as
             self._drained = await self._broker.writer.read(lambda: kept_as(_KEPT, dict[str, bool | None], {}))

@@ -149,7 +149,7 @@ def revoked_sentence(view: LeaseView) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """The caller of a status route: a uid (None if it may see everything), or the holder of a seat's token, along with the seat's owner."""
+    """The caller of a status route: a uid (None if it may see everything), or a seat and its owner if the caller holds the seat's token."""
 
     uid: int | None = None
     seat: str | None = None
@@ -292,7 +292,7 @@ class StatusStream:
         self._changed = asyncio.Event()  # replaced with each edition
 
     async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
-        """Yield the status the viewer may see, then each change, and None after `PULSE_S` without a change.
+        """Yield the status the viewer may see, then each change. Whenever there is no change for `PULSE_S`, yield None.
 
         Sampling stops when the last subscriber leaves.
         """

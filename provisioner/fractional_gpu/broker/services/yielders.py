@@ -1,6 +1,6 @@
 """Asks model servers to release GPU memory that a kernel is waiting for, and later wakes those it put to sleep (`c.GPUBroker.yielders`).
 
-- A server is asked if one of its processes holds memory on the device, and if the server belongs to the waiting kernel's user or
+- A server gets a request if one of its processes holds memory on the device, and if the server belongs to the waiting kernel's user or
   `yield_for_everyone` is set. A server's owner is the user who opened its listening socket. For a seat's kernels, only `yield_for_everyone`
   matters, because containers share uids.
 - Servers are not trusted: answers are limited in time and size, redirects are not followed, and no proxy is used. Memory counts as free
@@ -173,7 +173,7 @@ async def _loaded(server: ModelServer) -> list[str]:
 
 
 async def _fetch(server: ModelServer, path: str, body: str | None = None) -> bytes:
-    """Send a GET request, or a POST request if there is a body. Cancellation does not stop the request, but a timeout does.
+    """Send a GET request, or a POST request if there is a body. Return the answer. A timeout stops the request, but cancellation does not.
 
     Raises ConnectionError with a message that explains what went wrong.
     """
@@ -212,7 +212,7 @@ def _holdings(server: ModelServer, strangers: Mapping[str, Sequence[Stranger]]) 
 def _is_of(one: Stranger, owners: Mapping[str, int], server: ModelServer) -> bool:
     """Return whether the process belongs to the server.
 
-    It does if it or an ancestor of it has the server's socket open, or if its user owns the socket and its command is one of the server's.
+    It does if it or one of its ancestors has the socket open, or if its user owns the socket and it runs one of the server's commands.
     """
     if one.uid in owners.values() and one.command.startswith(server.commands):
         return True

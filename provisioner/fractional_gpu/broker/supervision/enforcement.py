@@ -2,8 +2,9 @@
 
 - The arbiter decides when a lease exceeds its cap. The lease's notebook then gets a notice. If the pool is set to `kill`, the lease's
   processes that are using a device are killed at once.
-- Processes that use a managed device without a lease are shown. If the pool is set to `refuse`, they are sent SIGTERM after `PATIENCE_S`,
-  and SIGKILL after another `PATIENCE_S`. Display programs, NVIDIA's servers and processes with the id of an active lease are left alone.
+- Processes that use a managed device without a lease are shown in the status. If the pool is set to `refuse`, they are sent SIGTERM after
+  `PATIENCE_S`, and SIGKILL after another `PATIENCE_S`. Display programs, NVIDIA's servers and processes marked with an active lease's id
+  are left alone.
 - Processes are identified by their start time and signalled through a pidfd, never by pid alone.
 """
 
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 5.0
 Owner = tuple[str, ProcessIdentity]
-"""A process's lease, and the process's identity at the time the lease was determined."""
+"""The lease that owns a process, and the process's identity when this was determined."""
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
@@ -69,7 +70,7 @@ class Enforcement:
     ) -> None:
         """Evaluate a sample, which contains each device's use and the lease that owns each process.
 
-        `processes` is None if kernels themselves are the only processes that use a device.
+        `processes` is None if the only processes using a device are kernels themselves.
         """
         self._users = {}
         unwanted: dict[ProcessIdentity, _StrangerToEnd] = {}
@@ -190,7 +191,7 @@ class ContextLearner:
             self._learn(kernel, kernel.checkpoint.homes, kernel.checkpoint.sizes[kernel.identity])
 
     def breached(self, kernel: Kernel) -> None:
-        """Arrange for a kernel that exceeds its memory cap to be asked, as soon as it is idle, how much memory its frameworks hold."""
+        """Start a task that waits until a kernel over its memory cap is idle, then asks how much memory its frameworks hold."""
         if kernel.lease_id not in self._asking:
             task = asyncio.get_running_loop().create_task(self._ask(kernel))
             self._asking[kernel.lease_id] = task
@@ -203,7 +204,7 @@ class ContextLearner:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def _ask(self, kernel: Kernel) -> None:
-        """Once the kernel is idle, have it free its caches, and compare its figures with the device's. Safe to cancel."""
+        """Once the kernel is idle, have it free its caches, then compare its figures with the device's. Safe to cancel."""
         while True:
             change = kernel.change()
             if kernel.busy:

@@ -4,7 +4,7 @@ A group is limited if all of its processes belong to one seat or user (`own_grou
 leases uses or returns to a device, and lowers it after a suspend. The limit is removed when the group's last lease ends.
 
 A restore that exceeds the limit would kill the process, so nothing is restored before the limit is set. A broker that starts while kernels
-are running can't test the driver, but if it finds limits, it keeps them up to date.
+are running can't test the driver, but it adopts any limits it finds and keeps them up to date.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ Key = tuple[str, str]
 class HardCaps:
     """The memory limits that the driver enforces on control groups.
 
-    `why_not` is a sentence explaining why the driver caps no kernels, or "" if it does cap kernels in limited groups.
+    `why_not` is a sentence that explains why the driver enforces no caps, or "" if it enforces them for kernels in limited groups.
     """
 
     def __init__(self, broker: "Broker", worker: WorkerLink) -> None:

@@ -1,7 +1,7 @@
 """Deals with processes and device memory left behind when a kernel ends, and finds out what killed the kernel.
 
-- A lease's memory is free when no process in the kernel's tree has device memory, whether on a device or saved on the host, and the devices
-  no longer count it. The driver frees memory only after a process has exited. If any of this is unknown, the memory is not considered free.
+- A lease's memory is free when no process in the kernel's tree holds device memory, on a device or saved on the host, and no device still
+  counts it as used. The driver frees memory only after a process has exited. If any of this is unknown, the memory is not considered free.
 - While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts against its owner's limits,
   and is resumed if it was suspended. The lease's next kernel takes it over. Processes have `_MOMENT_S` to exit along with their kernel.
 - Memory that a device still counts as used after `FREED_S`, but attributes to no process, is treated as used without a lease.
@@ -220,7 +220,7 @@ class Survivors:
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
         """Treat device memory that was not freed as memory that is used without a lease.
 
-        Returns once the arbiter knows about it, because other leases can't get the rest of the lease's memory before that.
+        Return once the arbiter knows about it. Only then may other leases get the rest of the lease's memory.
         """
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory, which counts as used without a lease until it is freed",
@@ -233,7 +233,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return the MiB the device still counts for ended processes. If no kernel is ending, record how much belongs to no process."""
+        """Return the MiB still counted for ended processes. If no kernel is ending, record how much memory belongs to no process."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -268,7 +268,7 @@ class Survivors:
         return True
 
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
-        """Update the memory of the processes an ended kernel left behind. If other processes hold memory now, search for them again."""
+        """Update the memory of the processes an ended kernel left behind. If different processes hold memory now, search again."""
         view = self._view(kernel)
         if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return
@@ -416,7 +416,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """The number of processes in a control group killed by Linux for lack of memory. The first `accounted` can't explain a new exit."""
+    """How many of a control group's processes Linux has killed for lack of memory. The first `accounted` kills can't explain a new exit."""
 
     limited_by: str
     accounted: int

@@ -1,7 +1,7 @@
-"""Carries out the arbiter's decisions that take time: suspending, resuming, shrinking, and re-examining leases in an unknown state.
+"""Carries out the arbiter's time-consuming decisions: suspending, resuming, shrinking, and re-examining leases in an unknown state.
 
 - Each operation first writes its intent to disk (a lease record whose state shows that the lease is being suspended or resumed). Each ends
-  by dispatching an event, whatever happens, because an operation without one would block all later operations.
+  by dispatching an event, whatever happens, because otherwise it would block all later operations.
 - An operation that has begun is finished before the broker exits. An examination of a quarantined lease is abandoned instead, because the
   next broker will repeat it anyway.
 """
@@ -210,7 +210,7 @@ class Operations:
             reported = truth.sentence
 
     async def _write_down(self, kernel: Kernel, phase: str) -> None:
-        """Write the lease and the memory to save to the ledger before a phase. If this raises LedgerError, the phase must not start."""
+        """Before a phase, record the lease and the size to be saved in the ledger. If this raises LedgerError, the phase must not start."""
         log.debug("lease %s: %s", kernel.lease_id[:8], phase)
         await self._broker.records.write(kernel)
 

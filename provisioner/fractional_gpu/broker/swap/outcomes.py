@@ -3,8 +3,8 @@
 - Nothing can be lost before the checkpoint. The suspend is retried soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
 - A failed checkpoint may leave the process in an unsound state. It is retried only if the error is temporary and the driver reports that
   nothing moved. Without that report, the outcome is UNKNOWN.
-- A failed restore leaves the lease saved only if the driver reports that everything is still saved. A restore without enough room is fatal,
-  so after an out-of-memory error this report is not enough: the outcome is UNKNOWN, and the lease is examined again.
+- After a failed restore, the lease counts as saved only if the driver reports that everything is still saved. A restore that runs out of
+  memory kills the process, so after such an error the outcome is UNKNOWN whatever the driver reports, and the lease is examined again.
 """
 
 from collections.abc import Collection

@@ -38,10 +38,10 @@ from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb
 
 Journal = Callable[[str], Awaitable[None]]
-"""Durably writes the lease before an operation begins the given phase."""
+"""Writes the lease to disk before an operation begins the given phase."""
 
 Reserve = Callable[[int], int]
-"""Asks the arbiter for host memory (MiB) for the running suspend. Returns the total MiB reserved afterwards."""
+"""Asks the arbiter to reserve host memory (MiB) for the suspend in progress. Returns the total MiB reserved afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def _runs_no_cell(kernel: Kernel) -> bool:
 
 
 def _is_no_kernel(kernel: Kernel) -> bool:
-    """Return whether a kernel that had our extension was replaced through `os.execv`, and so no longer runs cells."""
+    """Return whether a kernel that had our extension has replaced itself (`os.execv`) and therefore no longer runs cells."""
     doubt_s = kernel.iopub.doubt_s if kernel.iopub is not None else 0.0
     return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
@@ -110,7 +110,7 @@ def _check_idle(kernel: Kernel) -> None:
 
 
 class Suspension:
-    """Suspends kernels with the checkpoint worker. `is_quiet` returns whether a kernel does no work. If None, all count as quiet."""
+    """Suspends kernels with the checkpoint worker. Without `is_quiet`, every kernel is assumed to have done no work."""
 
     def __init__(
         self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, check: CheckpointCheck | None
@@ -190,8 +190,8 @@ class Suspension:
     async def _close_gate(self, kernel: Kernel) -> Gate:
         """Tell our extension to keep cells waiting from now on. Raises StepError if a cell is running.
 
-        If the extension doesn't answer in time, the kernel is treated as one without our extension, but only if the devices' counters have
-        been quiet for a while: going by its messages, a kernel whose Python is blocked (a module holds the GIL) looks idle.
+        If the extension doesn't answer in time, the kernel is treated as one without our extension. For this, the devices' counters must
+        have been quiet for a while, because a kernel whose Python is blocked (a module holds the GIL) looks idle from its messages.
         """
         await kernel.until_linked(self._times.gate_s)  # it may not have come back yet after a broker's start
         link = kernel.link
@@ -258,7 +258,7 @@ class Suspension:
     async def _use(
         self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return the result of `ProcessInspector.memory_use`, and whether no cell is running, so that no new context can appear."""
+        """Return the result of `ProcessInspector.memory_use`, and whether the kernel is between cells, so no new context can appear."""
         use, heirs = await self._inspector.memory_use(kernel, host)
         if effect.preempt:
             # A busy kernel without a context gives its room back if its cell ends soon.
@@ -378,7 +378,7 @@ async def _shrink(kernel: Kernel) -> StepError | None:
 
 
 def _check_not_stopped(kernel: Kernel) -> None:
-    """Raise StepError if the kernel is stopped, because neither its extension nor the driver would get an answer from it."""
+    """Raise StepError if the kernel is stopped, because a stopped process answers neither the broker nor the driver."""
     try:
         stopped = kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except ProcessLookupError:

@@ -43,7 +43,7 @@ class Truth:
 class Swaps:
     """Runs one operation at a time with the checkpoint worker. `off` explains why no operation is possible, or is "".
 
-    `overhead_mib` is kept free of leases on each device, and restores leave up to that much as a margin. `check` returns a sentence
+    `overhead_mib` is kept free of leases on each device, and restores leave up to that much free as a margin. `check` returns a sentence
     explaining why a kernel can't be checkpointed, or "".
     """
 
@@ -67,8 +67,8 @@ class Swaps:
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
         """Set the callbacks for all kernels.
 
-        `roots` returns all kernels' processes, because a kernel that was started by another kernel has its own lease. Without `is_quiet`,
-        every kernel is assumed to have done no work.
+        `roots` returns all kernels' processes. They are needed because a kernel started by another kernel has its own lease. Without
+        `is_quiet`, every kernel is assumed to have done no work.
         """
         self.inspector.roots = roots
         self._suspension.is_quiet = is_quiet
@@ -149,8 +149,8 @@ class Swaps:
     ) -> str:
         """Return a sentence about the first device that lacks room for these processes' saved memory, or "". Raises GPUError.
 
-        It is unknown how saved memory is divided among several devices, so each must have room for all of it, or for what is reserved there
-        if that is less. A device that no other process uses needs no margin, because it will never have more room.
+        It is unknown how saved memory is divided among several devices, so each must have room for all of it, or for the amount reserved
+        there if that is less. A device that no other process uses needs no margin, because waiting would not give it more room.
         """
         need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
         for device_id in device_ids:
@@ -292,8 +292,8 @@ def _rest_mib(
 ) -> int:
     """Return the MiB needed by the saved processes of a half-saved tree, or 0 if unknown.
 
-    A later broker knows only the total. The memory of locked processes is subtracted from it, because it can't have changed. The memory of
-    running processes is not subtracted, because it may have grown.
+    A broker started after the suspend knows only the total. From that, it subtracts the memory of locked processes, which can't have
+    changed, but not the memory of running processes, which may have grown.
     """
     if kernel.checkpoint.sizes:
         saved = [

@@ -1,8 +1,8 @@
 """`jupyter gpu measure` measures how large a share of a GPU a program needs when it runs alongside others.
 
-A trial run finds out whether the program reports units of work. If not, each run counts as one unit. The measurement is then made in rounds
-of steps (`study`). A step starts one or more copies of the program, each under its own lease (`tenants`), and measures them for a few
-seconds. The measurement ends when every confidence interval is narrow enough or time runs out.
+A trial run finds out whether the program reports units of work. If not, each run counts as one unit. After that, the program is measured in
+rounds of steps (`study`). A step starts one or more copies of the program, each under its own lease (`tenants`), and measures them for a
+few seconds. The measurement ends when every confidence interval is narrow enough or time runs out.
 """
 
 import argparse

@@ -3,11 +3,12 @@
 - A setting is a share and a number of tenants on the device. The baseline is a single tenant that runs alone with the largest share.
 - A round runs one step for each setting. Every other round runs in reverse order (A B B A), so that a steady drift cancels out.
 - A step's typical time per unit of work is the mean of the middle half of its times, because stalls on the host make some units much
-  slower, whatever the share. It is divided by the baseline's time in the same round. The result is the centre of these ratios over all
-  rounds. Its interval is the narrower of the signed-rank and sign tests' intervals (`fractional_gpu.stats`), which need at least 8 rounds.
-- The tests use the logarithms of the ratios. If both times are multiplied by noise of the same kind, however skewed, these logarithms
-  scatter symmetrically, as the signed-rank test assumes.
-- Checking the interval after every round makes errors more likely, so each check uses 98.5 % confidence to achieve 95 % in the end.
+  slower, whatever the share. It is divided by the baseline's typical time in the same round. The result is the centre of these ratios over
+  all rounds. Its confidence interval is the narrower of those from the signed-rank test and the sign test (`fractional_gpu.stats`), which
+  need at least 8 rounds.
+- The tests use the logarithms of the ratios. If both times carry the same kind of multiplicative noise, however skewed, these logarithms
+  are distributed symmetrically, as the signed-rank test assumes.
+- Checking the interval after every round makes errors more likely, so each check uses 98.5 % confidence to achieve 95 % overall.
 - Once a setting's interval is narrow enough, it is not measured again. Steps disturbed by another program are discarded.
 """
 
@@ -80,7 +81,7 @@ WHOLE_MILLI: Final = 1000
 LOOK_CONFIDENCE: Final = 0.985
 """The confidence level of the interval computed after each round.
 
-It is above the final 95 %, because measuring stops once an interval is narrow enough, and such intervals miss the true value more often.
+It is above the overall 95 %, because measuring stops at the first interval that is narrow enough, and such intervals are wrong more often.
 """
 LEAST_ROUNDS: Final = 8  # fewer rounds do not give such an interval
 

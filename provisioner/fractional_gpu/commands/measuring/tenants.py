@@ -209,7 +209,7 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the smallest set of this owner's idle leases, excluding `but`, to suspend so that `wanted` leases fit on one device.
+    """Return the fewest of this owner's idle leases, excluding `but`, to suspend so that `wanted` leases fit on one device.
 
     Return an empty sequence if suspending leases would not be enough, or if another lease is waiting.
     """
@@ -268,10 +268,10 @@ def others_work(
     *,
     bystander: str = "",
 ) -> str:
-    """Return a sentence that says who else was working on the device, or "" if nobody was.
+    """Return a sentence that says who else was working on the device, or "" if no one was.
 
-    `used_milli` is how much of the device others used, in thousandths, or None if the device does not report this. In that case, a lease
-    counts as working while its cell runs. `busy_neighbours` is the number of working leases of all users, including all tenants except one.
+    `used_milli` is how much of the device others used, in thousandths, or None if the device does not report this. If None, a lease counts
+    as working while its cell runs. `busy_neighbours` is the number of working leases of all users, including all tenants except one.
     `bystander` is the lease of the kernel whose cell runs the measurement. That cell runs the whole time, but does not use the device.
     """
     if used_milli is not None and used_milli < OTHERS_MILLI:

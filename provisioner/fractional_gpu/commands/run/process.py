@@ -132,7 +132,7 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Wait for the command to end. Return its exit status, or -N if signal N killed it. The signals in `noted` are passed on first.
+        """Wait for the command to end. Return its exit status, or -N if signal N killed it. First pass on the signals in `noted`.
 
         `passed_on` is called with each signal's number after it has been passed on, and `continued` when the runner gets SIGCONT.
         """

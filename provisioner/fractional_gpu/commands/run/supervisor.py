@@ -134,7 +134,7 @@ def _thread_us(folder: str) -> int:
 BUSY_US: Final = 5_000
 """If a command uses at least this much CPU time between two readings, it is computing. Otherwise, it is waiting, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
-"""A resume was unnecessary if the command uses less CPU time than this afterwards and does not use the device."""
+"""A resume counts as unnecessary if the command uses less CPU time than this afterwards and does not use the device."""
 LOOK_S: Final = 0.25
 _DOUBTFUL: Final = 10
 FIRST_PATIENCE_S: Final = 5.0
@@ -151,8 +151,8 @@ class CpuWatch:
     - After `LONGEST_PATIENCE_S`, if it computes without pausing, because one of its threads may be waiting.
     - Never, if it has not used the CPU at all, because it must still be waiting for the same thing as before it was suspended.
 
-    A resume was unnecessary if the command neither used the GPU nor computed afterwards. After the next suspend, at least
-    `FIRST_PATIENCE_S` must pass before the command is assumed to be waiting. This delay doubles with each further unnecessary resume, up to
+    A resume counts as unnecessary if the command neither used the GPU nor computed afterwards. At least `FIRST_PATIENCE_S` must then pass
+    after the next suspend before the command is assumed to be waiting. This delay doubles with each further unnecessary resume, up to
     `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, the delay is at least `FIRST_PATIENCE_S`.
     """
 

@@ -1,4 +1,4 @@
-"""The machine that `jupyter gpu simulate` simulates: one or more hosts, the metering of their use, and devices that become unavailable."""
+"""The machine simulated by `jupyter gpu simulate`: one or more hosts, how their use is metered, and devices that become unavailable."""
 
 import re
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Code shared by all commands: arguments, the connection to the broker, progress, and text for terminals."""
+"""Code shared by all commands: arguments, the connection to the broker, progress display, and terminal output."""

@@ -39,7 +39,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return the pids of this user's kernels that have leases from the broker at this socket. For root, return those of all users."""
+    """Return the pids of this user's kernels (for root, all users') that have leases from the broker at this socket."""
     from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed only if no broker answers
 
     try:

@@ -152,7 +152,7 @@ def is_drawable(out: TextIO) -> bool:
 class WaitLine:
     """A notice that says why a program is waiting for the GPU, its place in the queue and the expected wait.
 
-    It appears after two seconds, and again after changes. `say` is called in a separate thread, because the broker sends only changes.
+    It appears after two seconds, and again after changes. A separate thread calls `say`, because the broker sends nothing between changes.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

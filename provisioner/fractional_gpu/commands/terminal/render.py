@@ -67,7 +67,7 @@ _LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
-    """Draw the device's memory as a row of `cells` characters. Each kind of memory in use gets at least one, while any are left."""
+    """Draw the device's memory as a row of `cells` characters. Each kind of memory in use gets at least one, if any are left."""
     used_by_leases = max(0, device.used_mib - device.stranger_mib)
     parts = (
         (_OTHERS, device.stranger_mib),

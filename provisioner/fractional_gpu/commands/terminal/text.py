@@ -1,8 +1,8 @@
-"""Text for terminals: errors, and lines and tables laid out by rich, in colour if supported.
+"""Formats terminal output: errors, and lines and tables laid out by rich, in colour if supported.
 
 Labels and the names of users, pools and processes are untrusted. They are not parsed as markup, and `harmless` keeps them from controlling
-the terminal. A width of None means that the output goes to a program, so nothing is wrapped or cut. Colours add nothing that is not in the
-text. Rich is not imported until a line is created, because help, completion and `jupyter gpu run` do not need it.
+the terminal. A width of None means that the output goes to a program, so nothing is wrapped or cut. The text is complete without the
+colours. Rich is not imported until a line is created, because help, completion and `jupyter gpu run` do not need it.
 """
 
 import argparse

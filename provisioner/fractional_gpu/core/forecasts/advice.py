@@ -1,8 +1,8 @@
 """Suggests which of the shares on offer would be enough for a notebook, and says how often that share would have been too small.
 
 **Memory.** A share fits if its memory covers every day's peak plus a margin: a twentieth of the peak, or the growth expected in two weeks
-if that is more. A day on which a share was full counts as short for that share and all smaller shares, and as unknown for larger ones. By
-Laplace's rule of succession, the probability that the next day is short is at most about (short + unknown + 1) / (days + 2).
+if that is more. A day on which a share was full counts as short of memory for that share and all smaller ones, and as unknown for larger
+ones. By Laplace's rule of succession, the probability that the next day will be short is at most about (short + unknown + 1) / (days + 2).
 
 **Compute.** With time slicing, a cell takes longer if neighbours use the rest of the device, and `time_slicing` computes how much longer. A
 share with a mean slowdown of more than a fifth is not suggested, unless the present share is just as slow. With MPS, a share limits what a
@@ -10,8 +10,8 @@ cell can use, so a cell that could use n times its share takes n times as long.
 
 **Suggestions.** Nothing is changed automatically. A smaller share is suggested if it would not have been short on any day for at least a
 week. A larger share is suggested if the present share was full on any day, is too small for the expected growth, or (with MPS) slows cells
-down. After a full day, the suggested share has at least twice the memory and at least `predicted_peak_mib`. Days with a suggested share are
-counted separately, and one full day rules that share out.
+down. After a full day, the suggested share has at least twice the memory and at least `predicted_peak_mib`. After a suggested share is
+adopted, its days are counted separately, and a single full day rules it out.
 """
 
 from collections import Counter
@@ -268,7 +268,7 @@ def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp |
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return how long the device was used at each level. Levels are in thousandths of a device, rounded up, and times in ms."""
+    """Return how long the device was used at each level of use. Levels are in thousandths of a device, rounded up, and times in ms."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)

@@ -1,6 +1,6 @@
 """Records the sizes that a pool's leases request. A size is the memory on each device and the number of devices.
 
-Every ticket for room is recorded, unless its lease reserves memory by use, because its size then changes.
+Every ticket for room is recorded, unless its lease reserves memory by use and therefore has no fixed size.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class RequestedSizes:
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
 
     def usable(self, free_mib: int) -> int:
-        """Compute how much of a device's free memory each recent request for one device could fill if repeated. Return the sum in MiB."""
+        """For each recent one-device request, compute how many MiB of a device's free memory copies of it could fill. Return the sum."""
         return sum([free_mib // mib * mib * weight for mib, weight in self._singles if mib <= free_mib])
 
 

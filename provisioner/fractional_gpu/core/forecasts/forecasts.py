@@ -1,14 +1,14 @@
 """Forecasts of swaps, cells, gaps between cells, waits and demands, learnt from earlier outcomes.
 
 A forecast is the median of the most recent outcomes of its kind. Forecasts shown to people have bounds, which a `Band` corrects. Decisions
-use expected values, with one exception: kernels on a device that will become unavailable are saved early enough for the upper bound,
-because state is lost if a forecast is too short (`widest_swap_span`).
+use expected values, with one exception: kernels on a device that will become unavailable are saved early enough to finish even if saving
+takes as long as the upper bound (`widest_swap_span`), because state is lost if a forecast is too short.
 
-- Swaps are forecast from a line fitted to the last swaps of the same kind on the same device model.
-- Cells and gaps are forecast from the lease's last cells and gaps, mixed with a few typical ones from all leases.
-- Waits are computed from the queue by `queue_wait`, and corrected here using the last waits of the same kind and similar length.
-- Slowdowns caused by busy neighbours are computed from a model of contention, and corrected using the last cells.
-- Demands, and how often signs of the next cell are right, are decaying means per lease. New leases start with a mean over earlier leases.
+- Swaps are forecast from a line fitted to recent swaps of the same kind on the same device model.
+- Cells and gaps are forecast from the lease's most recent ones, mixed with a few typical ones from all leases.
+- Waits are computed from the queue by `queue_wait`, and corrected here using recent waits of the same kind and similar length.
+- Slowdowns caused by busy neighbours are computed from a model of contention, and corrected using recent cells.
+- A lease's demand, and how often signs of its next cell are right, are decaying means. New leases start with means over earlier leases.
 - Two more things are learnt: the time that cells lose because idle leases hold memory (`HoldCosts`), and the sizes that leases request
   (`RequestedSizes`).
 
@@ -158,7 +158,7 @@ _SHORTEST_WINDOW_MS = 20_000
 
 @dataclass(slots=True)
 class Mean:
-    """A mean in thousandths. At first, all samples have equal weight. Later, their weights decay. The first value counts twice."""
+    """A mean in thousandths. At first, samples have equal weight. Later, older ones lose weight. The first value counts as two samples."""
 
     value: float
     count: int = 2
@@ -323,7 +323,7 @@ class Forecasts:
         return entry_of(self.bands, f"{kind} {name}", Band)
 
     def _corrected(self, name: str, first: Sequence[float], basis: int) -> Span:
-        """Return the computed value `basis`, scaled by recent ratios of outcomes to computed values."""
+        """Return a forecast with bounds: the computed value `basis`, scaled by recent ratios of outcomes to computed values."""
         ratios = sorted(self.ratios.get(name, first))
         low, expected, high = (max(0.0, quantile(ratios, part) * (basis + PAD) - PAD) for part in (0.1, 0.5, 0.9))
         return _span(expected, low, high)
@@ -357,14 +357,14 @@ class Forecasts:
         return self._stated(kind, device_name, self._swap_span(kind, device_name, mib))
 
     def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return `swap_span` with bounds at least as wide as the initial bounds. Use it where saving too late would lose state."""
+        """Return `swap_span` with bounds at least as wide as the initial bounds. Use it if saving too late would lose state."""
         first, stated = self._swap_span(kind, device_name, mib), self.swap_span(kind, device_name, mib)
         return _span(stated.expected_ms, min(first.low_ms, stated.low_ms), max(first.high_ms, stated.high_ms))
 
     # -- cells and gaps ------------------------------------------------------------------------------------------------
 
     def cell_began(self, lease_id: str, at_ms: int, device_name: str = "") -> None:
-        """Record the start of a cell and the end of the gap before it. A second call, after a wait, replaces the start."""
+        """Record the start of a cell and the end of the gap before it. A second call, after a wait, replaces the start time."""
         times = self._times.setdefault(lease_id, _CellTimes())
         if times.ended_ms is not None:
             self.gaps.add(lease_id, max(0, at_ms - times.ended_ms))
@@ -430,7 +430,7 @@ class Forecasts:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
-        """Return the computed wait, corrected using the last waits of the same kind and similar length."""
+        """Return a forecast of the wait: the computed wait, corrected using recent waits of the same kind and similar length."""
         span = self._stated(WAIT, kind, self._corrected(_wait_class(kind, basis_ms), _FIRST_WAITS, basis_ms))
         return WaitSpan(**asdict(span), kind=kind, basis_ms=basis_ms)
 
@@ -511,7 +511,7 @@ class Forecasts:
         self.signs.learn(f"{sign} {lease_id}", sign, 1000 if true else 0)
 
     def hold_cost(self, pool: str, mib: int, wait: int) -> int:
-        """Return what an idle lease with this much memory costs the pool's cells per ms, if a ms of waiting costs `wait`."""
+        """Return what an idle lease with this much memory costs the pool's cells per ms, if each ms of waiting costs `wait`."""
         return mib * wait * self.hold_rate(pool) >> RATE_BITS
 
     def hold_rate(self, pool: str) -> int:

@@ -1,4 +1,4 @@
-"""Keeps daily records of how much of its share each notebook and seat used, as a basis for advice about shares.
+"""Keeps daily records of how much of its share each notebook and seat used. Advice about shares is based on them.
 
 A `ShareDay` covers one day of a notebook, or of a hub server's seat, at a given share. It records peak device memory, how long memory was
 held on a device, how long cells ran, and how much of the device they used. `UseRecorder.observe` only sees samples, so peaks between them
@@ -96,7 +96,7 @@ class UseRecorder:
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
         """Record a sample. Pass None if the notebook or seat has ended or has no device memory.
 
-        The time since the previous sample is counted under that sample's share, and as busy if that sample was busy.
+        The time since the previous sample is attributed to that sample's share. It is busy time if that sample was busy.
         """
         last_ms, last = self._last.pop(holder, (at_ms, None))
         if last is not None and 0 < at_ms - last_ms <= _LONGEST_SAMPLE_MS:

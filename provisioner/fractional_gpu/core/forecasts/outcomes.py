@@ -1,10 +1,10 @@
-"""Compares forecasts with outcomes. Provides quantiles, bounds that adapt to misses, and the accuracy of recent forecasts.
+"""Compares forecasts with outcomes. Provides quantiles, bounds that adapt to misses, and figures for the accuracy of recent forecasts.
 
 An estimator provides an expected value with bounds. A `Band` corrects these bounds so that about a tenth of outcomes fall above the upper
 bound and a tenth below the lower bound. An outcome outside a bound immediately moves that bound outward, and by a larger step with each
 consecutive miss. Any other outcome moves the bound back a little. This is quantile tracking with a fixed step (Gibbs and Candès, "Adaptive
-Conformal Inference Under Distribution Shift", NeurIPS 2021). It takes eight other outcomes to undo one miss, so in the long run at most one
-outcome in nine falls outside each bound, whatever the order of outcomes.
+Conformal Inference Under Distribution Shift", NeurIPS 2021). It takes eight outcomes within a bound to undo one miss, so in the long run at
+most one outcome in nine falls outside each bound, in whatever order they come.
 
 Times are in ms, and slowdowns in thousandths. Floats are only compared and combined with + - * /, so results are the same on every machine.
 Drivers save the fields of these dataclasses and check their types when loading them.
@@ -104,7 +104,7 @@ class Band:
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
 
     def outlasted(self, span: Span, lasted: int) -> None:
-        """Learn from an abandoned wait. It is a miss if it exceeded the upper bound. Otherwise its outcome is unknown."""
+        """Learn from a wait that was abandoned. It is a miss if it had exceeded the upper bound. Otherwise its outcome is unknown."""
         if lasted > self.spread(span).high_ms:
             self.high.learn(missed=True, at_expected=False)
 

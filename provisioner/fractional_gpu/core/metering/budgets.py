@@ -1,8 +1,8 @@
 """Computes how much of each budget has been spent and how much is left. Budgets limit how much a user or group may use in a time window.
 
-The module does no I/O. Spending is stored per minute for the last two hours and per hour before that, so the start of a window is no more
-precise than that. Kernels are not ended when a budget is used up. The pool's settings determine whether the owner's kernels then wait for
-others, and whether new kernels may start.
+The module does no I/O. Spending is stored per minute for the last two hours and per hour before that, so the start of a window is accurate
+only to the minute or the hour. Kernels are not ended when a budget is used up. The pool's settings determine whether the owner's kernels
+then wait for others, and whether new kernels may start.
 """
 
 from collections.abc import Iterable

@@ -1,16 +1,16 @@
-"""Adds up usage from what each lease holds and from readings of each device's energy counter.
+"""Measures leases' usage from what they hold and from readings of the devices' energy counters.
 
 The meter does no I/O, uses only integers, and is given the time with every call. The broker and the simulator use the same meter. It keeps
-figures by hour, lease and device until the broker collects them (`take`) and stores them.
+separate figures for each hour, lease and device until the broker collects (`take`) and stores them.
 
-**Time.** `at_ms` is the time on a monotonic clock. `wall_ms` is the wall-clock time at the same moment, and only determines the hour that
-usage is booked to. Setting the wall clock can make an hour longer or shorter, but does not change totals.
+**Time.** `at_ms` is the time on a monotonic clock. `wall_ms` is the wall-clock time at the same moment, and is used only to determine the
+hour that usage is booked to. Setting the wall clock can make an hour longer or shorter, but does not change totals.
 
 **Energy.** Between two readings of a device's counter, the energy above the idle draw is divided among the leases that ran cells there, in
 proportion to their work. Work is busy time multiplied by measured utilisation, or by the lease's share if utilisation was not measured. The
-idle draw is divided among the leases that held the device, in proportion to the part of its time each was assigned. The rest is charged to
-the pool: the idle draw while no lease held the device, and any energy above it while no cell ran. All parts add up to the energy read from
-the counter.
+idle draw is divided among the leases that held the device, in proportion to how much of the device's time each was assigned. The rest is
+charged to the pool: the idle draw while no lease held the device, and any energy above it while no cell ran. All parts add up to the energy
+read from the counter.
 
 The energy use of virtual machines has been metered in the same way, by utilisation and with shared idle power (Kansal et al., "Virtual
 Machine Power Metering and Provisioning", SoCC 2010). docs/costs.md compares this method with two others.
@@ -23,7 +23,7 @@ from fractional_gpu.core.metering.tariffs import SLICE_MS, Calendar, Tariff, utc
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow, divided
 
 _AMOUNT = 1000 * SHARE_HOUR
-"""Divide the product of price in thousandths, milli-GPU milliseconds and charged thousandths by this to get an amount in thousandths."""
+"""To get an amount in thousandths, divide the product of price in thousandths, milli-GPU milliseconds and charged thousandths by this."""
 _MOST_MW = 10_000_000  # 10 kW: no device draws more, so a higher reading is wrong
 _QUIET_MS = 1000  # minimum time between readings for learning the idle draw
 _IDLE_PARTS = 8  # each reading moves the known idle draw by one part in this many
@@ -62,7 +62,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Part:
-    """The part of a device that a lease or the pool has had since the device's energy was last divided."""
+    """A lease's or the pool's part of a device since the device's energy was last divided."""
 
     party: Party
     occupied_us: int = 0  # of the device's time
@@ -108,15 +108,15 @@ class Meter:
     def add_device(
         self, at_ms: int, device_id: str, pool: str, *, idle_mw: int | None = None, counter_mj: int | None = None
     ) -> None:
-        """Start counting the time of a new device for the pool.
+        """Start metering a new device of the pool.
 
         `idle_mw` and `counter_mj` are the idle draw and the last counter reading from an earlier meter, if there was one. The next reading
-        then also covers the time since that last reading.
+        then also covers the time since the earlier meter's last one.
         """
         self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
-        """Set what the lease holds from now on, or None if it has ended. If nothing has changed, this just counts the time up to now."""
+        """Set what the lease holds from now on, or None if it has ended. If nothing has changed, this just brings its usage up to date."""
         lease = self._leases.get(lease_id)
         if lease is None:
             if holding is None:
@@ -179,13 +179,13 @@ class Meter:
     # -- results ----------------------------------------------------------------------------------------------------------
 
     def take(self, at_ms: int, wall_ms: int) -> list[UsageRow]:
-        """Return the figures since the last call by hour, lease and device, and reset them to zero."""
+        """Return the figures collected since the last call, grouped by hour, lease and device, and reset them to zero."""
         rows = sorted(self.rows(at_ms, wall_ms), key=lambda row: row.key)
         self._rows = {}
         return [row for row in rows if not row.usage.is_empty()]
 
     def rows(self, at_ms: int, wall_ms: int) -> Iterable[UsageRow]:
-        """Count everything up to now, and return the figures since the last `take`."""
+        """Bring all figures up to date, and return those collected since the last `take`."""
         for lease_id, lease in self._leases.items():
             self._count(lease_id, lease, at_ms, wall_ms)
         for device_id in self._devices:
@@ -195,7 +195,7 @@ class Meter:
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def _count(self, lease_id: str, lease: _Lease, at_ms: int, wall_ms: int) -> None:
-        """Count the lease's time up to now, by quarter hours."""
+        """Count the lease's time up to now, one quarter hour at a time."""
         passed_ms = at_ms - lease.since_ms
         if passed_ms <= 0:
             return
@@ -254,7 +254,7 @@ class Meter:
     # -- devices -----------------------------------------------------------------------------------------------------------
 
     def _advance(self, device_id: str, at_ms: int, wall_ms: int) -> None:
-        """Divide the device's time up to now among its holders, by quarter hours."""
+        """Divide the device's time up to now among its holders, one quarter hour at a time."""
         device = self._devices[device_id]
         for begin_wall_ms, passed_ms in _pieces(device.since_ms, at_ms, wall_ms):
             hour_s, _ = self._local(begin_wall_ms)
@@ -329,7 +329,7 @@ class Meter:
 
 
 def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]]:
-    """Split the time until now (`wall_ms`) by quarter hours. Yield the start of each piece on the wall clock and its length in ms."""
+    """Split the time until now (`wall_ms`) at quarter hours. Yield each piece's start on the wall clock and its length in ms."""
     while begin_ms < at_ms:
         begin_wall_ms = wall_ms - (at_ms - begin_ms)
         passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)

@@ -1,7 +1,7 @@
 """Records leases' turns on their devices: when a cell asked for its device, began running there, and stopped.
 
 A turn starts when the lease begins to work on its device, after any wait and resume. It ends when the cell ends or the lease has to leave.
-A preempted cell has two turns: it asks for its device again when the first one ends, and the second one continues it. Cells that run back
+A preempted cell has two turns: when the first one ends, it asks for its device again, and it continues in the second. Cells that run back
 to back can form a single turn. The module does no I/O, and `at_ms` never goes back.
 """
 

@@ -1,6 +1,6 @@
-"""Defines the meter's figures and adds them up. They record how much a lease used in an hour, on a device or without one.
+"""Defines and adds up the meter's figures, which record how much a lease used in one hour, on one device or without a device.
 
-All figures are integer totals. The hourly figures add up exactly to those of a day, a user or a pool.
+All figures are integer totals. Hourly figures add up exactly to the totals for a day, a user or a pool.
 
 - Times (`..._ms`) are per lease. If a lease has several devices, they are counted only once, for the first device.
 - Shares (`..._share`) are these times multiplied by the lease's share, in milli-GPU milliseconds. They are counted for each device.
@@ -94,7 +94,7 @@ class UsageRow:
 def divided(total: int, weights: list[int]) -> list[int]:
     """Divide `total` in proportion to the weights. The parts add up to `total`, or are all 0 if all weights are 0.
 
-    The running total is rounded down, rather than each part.
+    Rounding down is applied to the running total, not to each part.
     """
     whole = sum(weights)
     if not whole:

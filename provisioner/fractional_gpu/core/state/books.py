@@ -132,14 +132,14 @@ class Books:
         self.refresh(lease)
 
     def set_strangers(self, device: Device, stranger_mib: int) -> None:
-        """Set how much of a device's memory is in use without a reservation, and recompute how much of that leases are using."""
+        """Set how much of a device's memory is in use without a reservation, and recompute how much of it is used by leases."""
         device.stranger_mib = stranger_mib
         for lease in self.in_state(LeaseState.NO_CONTEXT):
             if device.spec.device_id in lease.device_ids:
                 self.note_unreserved(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
-        """Update how much memory this lease uses on each device without a reservation. It can't exceed the total that is used that way."""
+        """Update how much memory this lease uses on each device without a reservation. It can't exceed the total used without one."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
 
@@ -157,7 +157,8 @@ class Books:
     def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
         """Return how much to reserve on each device for a lease that needs `each_mib` there.
 
-        A kernel that has grown into the device's overhead needs more than can be reserved. It gets as much as possible so it can resume.
+        A kernel that has grown into the device's overhead needs more than can be reserved. It gets as much as possible, so that it can
+        resume.
         """
         if not lease.saved_mib:
             return each_mib

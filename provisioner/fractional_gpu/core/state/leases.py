@@ -337,7 +337,7 @@ class Lease:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether the lease's ticket is waiting for nothing but room. False while the lease is being swapped or is in quarantine."""
+        """Whether room is all that the lease's ticket is waiting for. False while the lease is being swapped or is in quarantine."""
         if self.ticket is None:
             return False
         if self.state is LeaseState.UNATTACHED and not self.held_mib:
@@ -427,7 +427,7 @@ class EarlySwap:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Totals for a device's leases, and the remaining memory."""
+    """Totals for a device's leases, and the memory that remains."""
 
     reserved_mib: int
     free_mib: int

@@ -1,1 +1,1 @@
-"""Supports NVIDIA devices: `monitor` reads them through NVML, `checkpointer` controls processes, `support` lists supported releases."""
+"""Supports NVIDIA devices: `monitor` reads them through NVML, `checkpointer` controls processes, and `support` lists supported releases."""

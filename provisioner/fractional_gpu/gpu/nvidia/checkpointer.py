@@ -1,8 +1,8 @@
 """Controls other processes' CUDA state through the driver's checkpoint calls.
 
 - Use this only in a separate process, because calls can hang. Clean that process's environment first (`driver_environment`): a move must
-  name every device, and environment variables can hide some.
-- We query the driver only about processes that map its library. For other processes, its answer depends on the driver release.
+  name every device, but environment variables can hide some of them.
+- We query the driver only about processes that map its library. For any other process, the answer depends on the driver release.
 - Thread ids are rejected, and processes that have ended are reported as NO_SUCH_PROCESS. Only the caller, which holds a pidfd, can be sure
   that a pid still belongs to the intended process.
 - Locks always have a time limit. Without one, the driver would wait forever.
@@ -305,7 +305,7 @@ def _plain(device_id: str) -> str:
 
 
 def _permutation(moving: Mapping[str, str], devices: Iterable[str]) -> dict[str, str]:
-    """Extend `moving` to a permutation of all devices. Targets that do not move themselves are mapped to vacated devices."""
+    """Extend `moving` to a permutation of all devices. Targets that are not being moved themselves are mapped to vacated devices."""
     still = [device for device in devices if device not in moving]
     taken = set(moving.values())
     displaced = [device for device in still if device in taken]

@@ -1,7 +1,7 @@
 """Supports checkpoint jobs, which let the driver checkpoint a process whose forked children are still running.
 
-A program starts with the job file's path in the environment variable `CUDA_CHECKPOINT_JOB_FILE`, and callers of the checkpoint API set it
-to the same file. The file is a memfd that the program's forked children inherit. Operations on a job's processes must not overlap.
+A program in a job starts with the variable `CUDA_CHECKPOINT_JOB_FILE` set to the job file's path. Callers of the checkpoint API set it to
+the same path. The file is a memfd that the program's forked children inherit. Operations on a job's processes must not overlap.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Sets driver-enforced memory limits on control groups. NVML has supported this since release 615, for version 2 control groups.
+"""Sets driver-enforced memory limits on control groups. NVML has supported this since release 615, for cgroup v2 groups.
 
 Setting a limit requires root. A limit covers all device memory (including CUDA contexts) used by the group and the groups below it.
 """

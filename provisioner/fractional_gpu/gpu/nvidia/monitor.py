@@ -1,14 +1,14 @@
 """Reads NVIDIA devices through NVML. Creates no CUDA context and needs no privileges.
 
-A missing library, driver or device is not an error: `devices()` returns an empty list, and `why_none` explains why. Each call tries again,
-so a driver loaded later is found. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG mode,
-`devices()` lists its instances. Activity, power and energy are not available for instances, because NVML does not document them. Memory
-reserved by the driver counts as neither available nor used.
+If the library, the driver or a device is missing, no error is raised: `devices()` returns an empty list, and `why_none` explains why. Each
+call tries again, so a driver that is loaded later is picked up. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for
+them. For a device in MIG mode, `devices()` lists its instances. Activity, power and energy are not available for instances, because NVML
+does not document them. Memory reserved by the driver is included neither in a device's memory nor in its usage.
 
 The driver's utilisation samples are the hard part. For each process, the driver returns a single sample: the mean rate since the requested
 time, stamped with the time of the newest sample. (Observed with driver 580 on an H200, which samples about every 0.2 s and keeps 14 s of
-samples.) A process that worked only at the start of the period therefore seems to have worked until now, so `activity` requests only the
-time since its previous request.
+samples.) A process that used the device only at the start of the period therefore appears to have used it right up to now, so `activity`
+requests only the time since its previous request.
 """
 
 import importlib
@@ -249,7 +249,7 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock has been set since the device was last read. `known` maps each device to `_steps` at that time."""
+        """Return whether the wall clock has been set since the device was last read. `known` keeps each device's `_steps` from then."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps

@@ -1,8 +1,8 @@
 """Lists the supported releases of NVIDIA's driver and bindings, and explains why others are refused.
 
 Driver 570 (CUDA 12.8) introduced the checkpoint calls, and driver 580 (CUDA 13.0) can move saved state to another device. We refuse
-releases reported to lose a kernel's state, and machines other than x86-64, because few drivers can checkpoint there. We warn about releases
-reported to hang.
+releases reported to lose a kernel's state, and only warn about releases reported to hang. We also refuse machines other than x86-64,
+because few drivers can checkpoint there.
 """
 
 import platform
@@ -70,7 +70,7 @@ def driver_warnings(version: str) -> tuple[str, ...]:
 
 
 def saves_children(version: str) -> bool:
-    """Return whether this driver release can checkpoint a process with forked children, provided it is in a checkpoint job."""
+    """Return whether this driver release can checkpoint a process with forked children, provided the process is in a checkpoint job."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _FIRST_JOBS
 

@@ -213,7 +213,7 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
 
 
 def _copy(source: Path, target: Path, size: int, *, charged_to: int | None = None) -> None:
-    """Copy a file, keeping its holes. Charge the memory to the control group of process `charged_to`, or to our own if that is None."""
+    """Copy a file, preserving its holes. Charge the memory to the control group of process `charged_to`, or to our own if that is None."""
     with (
         opened(source.parent, source.name, os.O_RDONLY) as reading,
         opened(target.parent, target.name, os.O_WRONLY | os.O_CREAT) as writing,
@@ -232,7 +232,7 @@ def _copy(source: Path, target: Path, size: int, *, charged_to: int | None = Non
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each stretch of data. Each hole is searched for only once, because the search visits every page."""
+    """Yield the start and end of each stretch of data. Searches for each hole only once, because a search visits every page."""
     hole = 0
     while hole < size:
         try:

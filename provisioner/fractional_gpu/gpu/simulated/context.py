@@ -1,7 +1,7 @@
 """Implements a simulated process: its gate, context and allocations. This module uses only the standard library.
 
-The contexts and allocations on a device never exceed its memory, because each is checked in the same transaction that records it. Before
-refusing an allocation, the process releases dead processes' memory. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all other
+A device's contexts and allocations never add up to more than its memory, because each is checked in the same transaction that records it.
+Before refusing an allocation, the process releases dead processes' memory. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all other
 processes of its lease (JUPYTER_GPU_LEASE) on the device. Allocations are also refused if the machine has too little real memory for them.
 """
 
@@ -70,7 +70,7 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Run the block as a GPU call, after waiting while the process is locked or checkpointed. A thread must not nest calls.
+        """Run the block as a GPU call. If the process is locked or checkpointed, wait first. A thread must not nest calls.
 
         Raises SimulatedCudaError if the process has failed, and KeyboardInterrupt if the main thread is interrupted while waiting.
         """
@@ -334,7 +334,7 @@ class Context:
         self.load.share_again(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
-        """Release the context and all its memory. During an operation on the process, leave this to another process (see `reap`)."""
+        """Release the context and all its memory. If an operation on the process is running, leave this to another process (see `reap`)."""
         try:
             self.load.close()  # before `forget` moves the folder away
             with operation_lock(self.folder) as mine:

@@ -149,7 +149,7 @@ class Buffer:
 
 
 def is_available() -> bool:
-    """Return whether this process is bound to a simulated device. Only reads the environment, without creating a context."""
+    """Return whether this process is bound to a simulated device. This only reads the environment and creates no context."""
     return bool(os.environ.get("JUPYTER_GPU_SIMULATED_DIR") and os.environ.get("JUPYTER_GPU_SIMULATED_DEVICE"))
 
 

@@ -50,7 +50,7 @@ def reserve(directory: Path, path: Path) -> None:
 
 
 class DeviceMemoryServer:
-    """A threaded server reserving device memory for a shared host's users. It trusts no one, accepting only regular files the peer owns."""
+    """A threaded server that reserves device memory for a shared host's users. Accepts only regular files owned by the peer."""
 
     def __init__(self, directory: Path) -> None:
         # The store stays open while the service runs: users cannot create the files that SQLite needs next to an open database.

@@ -1,4 +1,4 @@
-"""Creates and removes simulated hosts, for brokers, commands and tests.
+"""Creates and deletes simulated hosts, for brokers, commands and tests.
 
 Devices can be replaced only while no process is using the host. All users can write to a shared host's database and memory folder, but each
 process's folder belongs to that process's user.

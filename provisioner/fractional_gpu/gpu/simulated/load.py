@@ -1,8 +1,8 @@
 """Tracks how much of a device each process uses, and how pieces of work slow each other down (see `core.time_slicing`).
 
-Each process publishes how much of the device its pieces of work use, and a ring buffer of running totals, which resemble a driver's
-samples. The last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the buffer. If a piece's published end
-is in the past, the piece is considered finished, because its process was killed or stopped.
+Each process publishes how much of the device its pieces of work use. It also publishes running totals of its use in a ring buffer, which
+serve as a driver's samples would. The newest total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the buffer.
+If a piece's published end is in the past, the piece is considered finished, because its process was killed or stopped.
 """
 
 import os
@@ -47,7 +47,7 @@ class Piece:
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
-        """Advance the piece by `ns` and return how much it used in that time, in nanoseconds of the whole device."""
+        """Advance the piece by `ns` and return how much of the device it used, in nanoseconds of the whole device."""
         done_ns = ns * WHOLE // self.stretch_milli
         if self.left_ns is not None:
             done_ns = min(done_ns, self.left_ns)
@@ -150,9 +150,9 @@ class Load:
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
-    """Return how much of its device the process has used since `since_ns`, in milli-GPU. Return 0 if the process has ended.
+    """Return how much of its device the process has used since `since_ns`, on average, in milli-GPU. Return 0 if the process has ended.
 
-    If the ring buffer no longer reaches back to `since_ns`, the time before its oldest total is left out.
+    If the ring buffer no longer goes back as far as `since_ns`, the average begins at its oldest total.
     """
     found = _read(store, process)
     if found is None:

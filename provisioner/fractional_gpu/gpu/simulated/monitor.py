@@ -163,7 +163,7 @@ class SimulatedMonitor:
         )
 
     def _reap(self, holding: list[Process]) -> bool:
-        """Clean up after dead processes if any in `holding` is dead, and at least every 10 s. Return whether it cleaned up."""
+        """Clean up after dead processes if any process in `holding` is dead, and at least every 10 s. Return whether anything was done."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
         if due or any(is_dead(self._store, process.key, int(process.key.partition("-")[0])) for process in holding):

@@ -3,10 +3,10 @@
 A process's key consists of its pid, start time and boot id. Zombies count as dead. A process in a separate pid namespace knows only its
 inner pid, so its key also names the namespace, and only processes that can see the namespace decide whether the process is dead.
 
-A process's phase says where its bytes are: `device`, `saving`, `saved`, `restoring` or `failed`. A move is committed after its last byte
-has been copied, so undoing a move that was killed only means resetting the phase; no bytes are copied back. While a process is `saving`,
-its bytes still count towards its device. While it is `restoring`, they already count towards the target. The next reader deletes dead
-processes' rows and moves their folders aside, in one transaction.
+A process's phase indicates where its bytes are: `device`, `saving`, `saved`, `restoring` or `failed`. A move is committed after its last
+byte has been copied, so undoing a move that was killed only means resetting the phase; no bytes are copied back. While a process is
+`saving`, its bytes still count towards its device. While it is `restoring`, they already count towards the target. The next reader deletes
+dead processes' rows and moves their folders aside, in one transaction.
 """
 
 import fcntl
