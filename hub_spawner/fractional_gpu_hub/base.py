@@ -127,7 +127,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return the pool and milli-GPU to request. Anything the user left out is taken from the offer closest to the defaults.
+        """Return the pool and milli-GPU to request. Anything the user left out comes from the offer closest to the defaults.
 
         If the user chose nothing or no offer fits, the defaults are used. If those are refused later, the error lists what is on offer.
         Raises an HTTPError, which stops the spawn.
@@ -198,7 +198,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield this start's progress events from the beginning, then any from the spawner class this mixin was added to."""
+        """Yield all progress events of the current start, then any that come from the spawner class this mixin was added to."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event
@@ -209,7 +209,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence listing the shares that are free now, or "". If `without` is set, the list includes "a server without a GPU"."""
+    """Return a sentence listing the free shares and, if `without` is set, "a server without a GPU". Return "" if there are none."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools

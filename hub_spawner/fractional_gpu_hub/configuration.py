@@ -3,7 +3,7 @@
     from fractional_gpu_hub import configure
     configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "wait_bound": "10%"}})
 
-Mistakes stop the hub at startup with an error that names the key, its value and the allowed values. If the hub runs as root, the broker
+Invalid settings stop the hub at startup. The error names the key, its value and the allowed values. If the hub runs as root, the broker
 serves all users of the machine at `/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`. Otherwise, both are in the
 Jupyter folders of the user running the hub. If a system broker is running, the hub uses it, and the pools are set in its configuration.
 """
@@ -138,7 +138,7 @@ def _answers(path: str) -> bool:
 
 
 def _is_system_service(path: str) -> bool:
-    """Return whether a broker that this hub did not start is serving at `path`."""
+    """Return whether a broker that this hub did not start is listening on the socket at `path`."""
     if path != SYSTEM_SOCKET or not _answers(path):
         return False
     try:

@@ -4,7 +4,7 @@
   leases. The broker treats root in a container as root on the machine.
 - The broker runs as root on the machine, identifies kernels by their host pids, and connects to them on the container's loopback interface.
 - Each container has access to the GPUs, and read-only access to the broker's socket and the seat file.
-- A container is removed along with its server, because a reused container would still have an earlier seat's environment.
+- A container is removed when its server stops, because a reused container would still have the environment of an earlier seat.
 """
 
 import inspect

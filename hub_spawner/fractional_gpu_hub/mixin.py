@@ -265,7 +265,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the seat, as unconfirmed, because the hub that saved it may have died before confirming it."""
+        """Restore the seat, and treat it as unconfirmed, because the hub that saved it may have died before confirming it."""
         super().load_state(state)
         seat = state.get(_STATE)
         if isinstance(seat, dict) and isinstance(seat.get("seat_id"), str) and isinstance(seat.get("file"), str):

@@ -21,7 +21,7 @@ WITHOUT = "none"
 
 
 class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
-    """A pool on a cluster's nodes. `facts` is text without a final full stop, shown instead of the figures for a single machine."""
+    """A pool on a cluster's nodes. The form shows `facts`, which has no full stop at the end, instead of the figures for one machine."""
 
     facts: str
 
@@ -32,7 +32,7 @@ class OptionsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Validated options. None means the default."""
+    """A user's options, validated. None stands for the default."""
 
     without: bool = False
     pool: str | None = None

@@ -74,7 +74,7 @@ def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
 
 
 class ProgressLog:
-    """The progress events of successive starts. Viewers can join at any time and still see a start from the beginning."""
+    """The progress events of a server's current start. Viewers who join late still get all events from the beginning."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ class ProgressLog:
         self._changed = asyncio.Event()  # a new event, because viewers would spin on an event that stays set
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield every event of the current start until it ends. Cancellation only affects this viewer."""
+        """Yield every event of the current start until the start is over. Cancelling this only affects one viewer."""
         events, sent = self._events, 0
         while True:
             changed = self._changed
@@ -137,7 +137,7 @@ def spawn_ended(outcome: str, reason: str = "") -> None:
 
 
 def spawn_failed(error: BaseException) -> None:
-    """Count a failed spawn. An HTTPError counts as `refused`, with its reason; any other error counts as `failed`, with its class name."""
+    """Count a failed spawn in the metrics: an HTTPError as `refused` with its reason, any other error as `failed` with its class name."""
     if isinstance(error, web.HTTPError):
         spawn_ended("refused", str(getattr(error, "reason", "") or "unknown"))
     else:
@@ -159,7 +159,7 @@ _running: dict[str, "Reconciler"] = {}
 
 
 def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
-    """Create the folder for seat files. If `shared` is set, users with separate uids must be able to reach their own files in it.
+    """Create the folder for seat files. Set `shared` if users with separate uids need to open their own files in it.
 
     An existing folder keeps its mode. Raises OSError, or an HTTPError to stop the spawn if users cannot access the folder.
     """
@@ -251,7 +251,7 @@ def start_with_hub(socket: str) -> None:
 
 
 def expect_service(name: str, call: str) -> None:
-    """Log an error if the service `name` is missing when the hub starts serving. `call` is the text of the function call that added it."""
+    """Log an error if the service `name` is missing when the hub starts serving. `call` is the call that added it, as text."""
 
     def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
         if not any(service.get("name") == name for service in app.services):

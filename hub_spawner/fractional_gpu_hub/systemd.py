@@ -32,7 +32,7 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return ids_of_user(self._expand_user_vars(self.username_template))
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the only uid that may use the seat. Return None for a dynamic user, who has no uid yet and only needs the token."""
+        """Return the only uid that may use the seat. For a dynamic user, who has no uid yet and only needs the token, return None."""
         ids = self.gpu_user_ids()
         return None if ids is None else ids[0]
 

@@ -62,7 +62,7 @@ class LeasedKernel:
         self.inputs.become_inert()
 
     def take_size(self, environment: Mapping[str, str]) -> None:
-        """Apply a new size. Frameworks imported later read it from the environment; those already imported are limited on the main loop."""
+        """Apply a new size. Frameworks imported later read it from the environment. The main loop limits those already imported."""
         self.gate.bind(environment)
         self.on_main_loop(self._apply_limit)
 

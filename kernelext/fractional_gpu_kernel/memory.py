@@ -82,9 +82,9 @@ class ImportHooks:
 
 
 class Call(NamedTuple):
-    """A function whose calls are reported. Once `package` has been imported, it is an attribute of each module in `modules`.
+    """A function whose calls are to be reported. Each module in `modules` has it as an attribute once `package` has been imported.
 
-    `function` may be `Class.method`. `applies` returns whether a call with these arguments counts; None means that every call counts.
+    `function` may be `Class.method`. `applies` decides from a call's arguments whether to report it. If it is None, every call is reported.
     """
 
     package: str
@@ -95,7 +95,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Call `report` with `call.sentence` before each call that counts, in the same thread. Functions that do not exist are skipped."""
+    """Run `report(call.sentence)` before each call that is to be reported, in the same thread. Functions that do not exist are skipped."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -116,7 +116,7 @@ def note_calls(call: Call, report: Callable[[str], None]) -> None:
 
 
 def mapped_files() -> set[str]:
-    """Return the names of the files this process has mapped, or an empty set if /proc cannot be read."""
+    """Return the names of files mapped into this process's memory, or an empty set if /proc cannot be read."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         return {line.rpartition("/")[2] for line in lines}
@@ -147,7 +147,7 @@ CONTEXT_MIB = 512  # a context with a framework's kernels and the cuBLAS workspa
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return a framework's limit in MiB: the cap minus the context, but at least half of the cap, or a quarter if the context is large."""
+    """Return a framework's limit in MiB: the cap minus the context, but at least half of the cap (a quarter if the context is large)."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -158,7 +158,7 @@ class TorchLimits:
         self._others: set[int] = set()  # devices without a limit, which were not in use when the others were limited
 
     def apply(self, torch: Any, mib: int) -> None:  # noqa: ANN401 - torch is not ours to import
-        """Limit each device that is in use to `mib`, without changing the current device. Raises RuntimeError if CUDA fails."""
+        """Set the limit of each device in use to `mib`. The current device stays the same. Raises RuntimeError if CUDA fails."""
         cuda = torch.cuda
         devices = set(range(cuda.device_count()))
         if not devices:
@@ -210,7 +210,7 @@ class MemoryLimits:
         self.hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Set a grant's variables, except any that an environment cannot contain, and update the variables that frameworks read."""
+        """Set the environment variables from a grant, except any with invalid names or values, and update those that frameworks read."""
         for name, value in environment.items():
             if name and "=" not in name and "\0" not in name + value:
                 self._environment[name] = value
@@ -219,7 +219,7 @@ class MemoryLimits:
 
     @property
     def is_stale(self) -> bool:
-        """Whether loaded frameworks have an outdated limit, or torch uses a device without a limit."""
+        """Whether loaded frameworks still have an old limit, or torch uses a device that has no limit."""
         return self._applied_mib != self._limit_mib or self._torch.is_stale()
 
     @property
@@ -342,7 +342,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads this variable, or False if the variables are for another process."""
+        """Return whether the installed package reads this variable. If the variables are for another process, return False."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -388,7 +388,7 @@ def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
 
 
 def _cupy_reserved() -> int | None:
-    """Return the bytes in CuPy's pool on the current device, or None if it is empty, because CuPy may not be using CUDA at all."""
+    """Return the size of CuPy's pool on the current device, in bytes. Return None if it is empty, as CuPy may not be using CUDA at all."""
     cupy = sys.modules.get("cupy")
     if cupy is None or is_half_imported(cupy):
         return None
@@ -412,7 +412,7 @@ _HOLDERS = frozenset([
     "torch", "cupy", "jax", "tensorflow", "numba.cuda", "paddle", "mxnet", "warp", "taichi", "pycuda.driver", "cuda.core", "rmm",
     "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "fractional_gpu.gpu.simulated.cuda",
 ])  # fmt: skip
-"""Packages whose objects own device memory. If a package is missing from this list, a suspend copies more bytes, but no state is lost."""
+"""Packages whose objects own device memory. If one is missing from this list, suspends may copy more bytes, but no state is lost."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
@@ -604,7 +604,7 @@ class CheckpointBlockers:
             self.hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 
     def reason(self) -> str:
-        """Return a sentence that explains why the process cannot be checkpointed, or "". Call this only on the idle main loop."""
+        """Explain in a sentence why the process cannot be checkpointed. Return "" if it can. Call this only on the idle main loop."""
         if self.seen:
             return self.seen
         for find in (_rmm, _torch, _fbgemm, _unified, injected):
@@ -643,7 +643,7 @@ def _torch() -> str:
 
 
 def _fbgemm() -> str:
-    """Return the reason the process cannot be saved if fbgemm_gpu's managed-memory operators have been used, otherwise ""."""
+    """Return why the process cannot be saved if fbgemm_gpu's managed-memory operators have been used. Otherwise return ""."""
     torch = sys.modules.get("torch")
     if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
         return ""
@@ -660,7 +660,7 @@ def _unified() -> str:
 
 
 def injected() -> str:
-    """Return the reason the process cannot be saved if a variable injected a profiler's library into it, or ""."""
+    """Return why the process cannot be saved if an environment variable has injected a profiler's library into it. Otherwise return ""."""
     for variable in _INJECTIONS:
         path = os.environ.get(variable)
         if path and (library := os.path.basename(os.path.realpath(path))) in mapped_files():  # noqa: PTH119 - cheap to import

@@ -50,7 +50,7 @@ class UnleasedKernel:
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
-        """Run the cell. Like `burst`, this is called only by `run_cell_magic`."""
+        """Run the cell. Only `run_cell_magic` calls this, for the same reason as `burst`."""
         del line
         self._shell.run_cell(f"%%cpu\n{cell}").raise_error()
 

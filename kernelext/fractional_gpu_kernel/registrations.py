@@ -35,7 +35,7 @@ class Registrations:
         self._undo.append(lambda: items.remove(item) if item in items else None)
 
     def method(self, owner: object, name: str, function: Callable[..., Any]) -> None:
-        """Set a method on this object. After it is removed, the class's own method is used again."""
+        """Override a method on this object. Removing the override restores what was there before."""
         own = vars(owner)
         before = own.get(name, _MISSING)
         setattr(owner, name, function)

@@ -1,4 +1,4 @@
-"""This kernel's lease, how to reach its broker, and what a failed call means.
+"""Holds the settings a kernel needs to reach its broker, and explains failed calls.
 
 The environment is read only once, when the extension is loaded, so a cell cannot move the kernel to another broker by changing
 `os.environ`. Each connection reads the token from its file. If the file has been deleted, the token last read from it is used, and the file

@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One of the small plots. Every panel has the same series, three at most."""
+    """One of the small plots. Every panel has the same series, at most three."""
 
     title: str
     series: Sequence[Series]

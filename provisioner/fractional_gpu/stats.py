@@ -1,8 +1,8 @@
 """Computes medians, percentiles and 95 % confidence intervals of medians, without assumptions about distributions.
 
-Programs' run times have long tails and drift with the machine's load, so this module prefers medians to means, and computes sign-test
-intervals for them. For samples that scatter symmetrically, `centre_estimate` can return a narrower interval, from Wilcoxon's signed-rank
-test (Hodges and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
+Programs' run times have long tails and drift with the machine's load. This module therefore uses medians rather than means, and computes
+sign-test intervals for them. For samples that scatter symmetrically, `centre_estimate` can return a narrower interval, from Wilcoxon's
+signed-rank test (Hodges and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
 """
 
 import math
@@ -70,10 +70,10 @@ def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def _skipped(count: int, confidence: float) -> int | None:
-    """Return the largest number of samples to leave out at each end, or None if there are too few samples.
+    """Return the largest number of samples that can be left out at each end, or None if there are too few samples.
 
     The number of samples below the true median has a binomial distribution. The interval spans the remaining samples. It misses the true
-    median if no more than `skipped` samples are on one side of that median.
+    median if at most `skipped` samples lie on one side of the true median.
     """
     allowed = (1 - confidence) / 2
     skipped, tail = -1, 0.0
@@ -86,9 +86,9 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     """Return the centre of samples that scatter symmetrically about it, with its interval.
 
     The centre is the median of the averages of all pairs, including each sample paired with itself. The ends of the interval are also two
-    of these averages. Outliers widen this interval but hardly affect the sign test's, so the function returns whichever is narrower. If
-    that is the sign test's interval, the value returned with it is the median. The samples must be independent and symmetrically
-    distributed, as differences between two similar quantities are. Raises ValueError if there are no samples.
+    of these averages. Outliers widen this interval, but hardly affect the sign test's, so the narrower of the two is returned. With the
+    sign test's interval, the median is returned as the value. The samples must be independent and symmetrically distributed, as differences
+    between two similar quantities are. Raises ValueError if there are no samples.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))
@@ -101,7 +101,7 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 @lru_cache(maxsize=256)
 def _skipped_averages(count: int, confidence: float) -> int | None:
-    """Return the largest number of averages of pairs to leave out at each end, or None if there are too few samples.
+    """Return the largest number of averages of pairs that can be left out at each end, or None if there are too few samples.
 
     The number of averages below the true centre is the sum of the ranks of the samples below it. This sum is distributed like the sum of a
     random subset of the numbers from 1 to `count`.
@@ -115,7 +115,7 @@ def _skipped_averages(count: int, confidence: float) -> int | None:
 
 @lru_cache(maxsize=64)
 def _rank_sums(count: int) -> list[int]:
-    """Return, for each sum, how many subsets of the numbers from 1 to `count` add up to at most that sum."""
+    """For each possible sum, return how many subsets of the numbers from 1 to `count` add up to that sum or less."""
     parts = [1]
     for rank in range(1, count + 1):
         parts = [

@@ -32,7 +32,7 @@ def element(name: str, *inside: str, **attributes: str | float) -> Svg:
 
 
 def ticks(low: float, high: float, intervals: int = 4, *, least_step: float = 0) -> list[float]:
-    """Return round values that cover the range from `low` to `high`, in about as many intervals as requested.
+    """Return round values that cover the range from `low` to `high` in about the requested number of intervals.
 
     The values are 1, 2 or 5 times a power of ten apart.
     """
@@ -44,7 +44,7 @@ def ticks(low: float, high: float, intervals: int = 4, *, least_step: float = 0)
 
 
 def count_axis(most: float) -> tuple[list[tuple[float, str]], float]:
-    """Return tick marks at round whole numbers, starting at 0, and the last of these numbers. A mark is (fraction of the axis, label)."""
+    """Return tick marks at round whole numbers from 0 up, and the last of these numbers. A mark is (fraction of the axis, label)."""
     at = ticks(0, most, least_step=1)
     return [(one / at[-1], f"{one:,.0f}") for one in at], at[-1]
 

@@ -2,7 +2,7 @@
 
 - The pod requests `fractional-gpu.jupyter.org/POOL` in milli-GPU, and memory for the server and for saved GPU memory. The scheduler
   accounts for the share, the node's agent registers it as a seat, and the node's broker chooses the device.
-- The manifest is finalised after `kubespawner` and its profiles, so no profile or `extra_pod_config` can add a share or a privilege.
+- The manifest is finalised after `kubespawner` has built it, so no profile or `extra_pod_config` can add a share or a privilege.
 - A pod with a share is unprivileged: it does not run as root, and has no added capabilities or host namespaces. Any setting that would
   grant a privilege stops the spawn.
 - The broker's socket folder is mounted read-only. No secret is mounted, because the broker identifies pods by their control groups.
@@ -135,7 +135,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return await super().start()
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield the pod's events while it starts. If no node can currently provide the share, the event says so in plain English."""
+        """Yield the pod's events while it starts. The event for a lack of free GPU shares is rewritten in plain English."""
         async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
             async for event in events:
                 message = str(event.get("message", ""))
@@ -260,7 +260,7 @@ def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
 
 
 def _is_of_the_node(path: str) -> bool:
-    """Return whether a host path gives access to the node's root folder, /proc, the broker's state or a container runtime's socket."""
+    """Return whether a host path overlaps a sensitive one on the node, such as /proc, the broker's state or /run."""
     whole = PurePosixPath("/", path)
     places = ("/proc", "/sys", "/run", "/var/run", "/var/lib/jupyter-gpu", "/var/lib/kubelet", "/etc")
     # Check both directions, because /proc/1 is in /proc, and / contains /proc.
@@ -268,7 +268,7 @@ def _is_of_the_node(path: str) -> bool:
 
 
 def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping from a configuration
-    """Return the value of the first field in `names` that exists in `found`. `found` is a Kubernetes client model or a mapping."""
+    """Return the first of these fields that is set in `found`, a Kubernetes client model or a mapping. Return None if none is set."""
     for name in names:
         value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
         if value is not None:

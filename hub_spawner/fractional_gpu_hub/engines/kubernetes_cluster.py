@@ -1,7 +1,7 @@
 """Lists a Kubernetes cluster's nodes and the hub's pods on them, for the cluster page.
 
 - This module lists the nodes that have the spawner's labels, and the server pods in the hub's namespace. It does not watch or write
-  anything, so the hub's service account only needs the verb `list` for nodes and pods.
+  anything, so the hub's service account only needs permission to `list` nodes and pods.
 - A pod's user is read from `kubespawner`'s annotation, which anyone who can create pods in the namespace can set.
 - The hub starts the service's process with a clean environment, so `service.configuration` passes it the variables it needs.
 """
@@ -34,7 +34,7 @@ _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterScope:
-    """Which nodes and servers to list. Nodes are selected by label, and servers by namespace and `component` label."""
+    """Selects the nodes and servers to list: nodes by their labels, and servers by namespace and `component` label."""
 
     namespace: str
     nodes: str = "fractional-gpu.jupyter.org/node=true"

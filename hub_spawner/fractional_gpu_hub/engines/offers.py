@@ -36,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node, with its `state` in the engine's terms. `problem` says why its summary is unreadable, or why it is not accepting jobs."""
+    """A node. `state` is in the engine's own words. `problem` describes any problem with the node, and is otherwise empty."""
 
     name: str
     state: str
@@ -48,7 +48,7 @@ Node = TypeVar("Node", bound=ClusterNode)
 
 
 class NodeReader(Generic[Node]):
-    """Reads the nodes for all callers. Concurrent callers share one read, and later callers reuse the result for a while."""
+    """Reads the nodes on behalf of all callers. Concurrent callers share a single read, and later callers reuse its result for a while."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, list[Node]]]) -> None:
         self._ask = ask
@@ -57,7 +57,7 @@ class NodeReader(Generic[Node]):
         self._task: asyncio.Task[list[Node]] | None = None
 
     async def read(self, max_age_s: float) -> list[Node]:
-        """Return nodes that were read at most `max_age_s` seconds ago. Raises EngineError. Cancellation does not affect other callers."""
+        """Return the nodes as read at most `max_age_s` seconds ago. Raises EngineError. Cancelling this does not affect other callers."""
         if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
             return self.last
         # A task from another event loop cannot be awaited here. The task is shielded, so that the cancellation of one caller does not end
@@ -75,7 +75,7 @@ class NodeReader(Generic[Node]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The current time (`now_s`, in seconds since the epoch) and the age above which a summary is stale (`stale_after_s`, in seconds)."""
+    """Decides whether a summary is stale: whether its age at `now_s` (seconds since the epoch) exceeds `stale_after_s` (seconds)."""
 
     now_s: float
     stale_after_s: float
@@ -89,9 +89,9 @@ class Terms:
 
 
 def pools_of_text(node: str, text: str | None, why_not: str) -> tuple[list[NodePool], str]:
-    """Return the pools a node has published, and a sentence about any problem on that node, or "".
+    """Return the pools published by a node, and a message describing any problem with the node (empty if there is none).
 
-    `why_not` gives the reason the engine is not starting jobs there, in a word or two, or is "" if it can.
+    `why_not` is a short reason why the engine is not starting jobs on the node, or empty.
     """
     if text is None:
         return [], NO_AGENT

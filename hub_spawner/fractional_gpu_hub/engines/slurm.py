@@ -207,7 +207,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
 
     @property
     def gpu_job_name(self) -> str:
-        """The name of this server's jobs."""
+        """The name given to this server's jobs in Slurm."""
         return (
             JOB_PREFIX + hashlib.sha256(f"{self._gpu_hub()}\0{self.user.name}\0{self.name}".encode()).hexdigest()[:20]
         )
@@ -303,14 +303,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
 
     async def _gpu_until_ended(self) -> None:
-        """Once the job has started, wait for it to end. batchspawner itself only waits for the server's port and does not ask Slurm."""
+        """Wait until the job has started and then ended. batchspawner only waits for the server's port, without checking the job."""
         while True:
             await asyncio.sleep(self.startup_poll_interval)
             if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
                 return
 
     async def query_job_status(self) -> JobStatus:
-        """Return the job's status. It only counts as ended if Slurm says so. If Slurm cannot be queried, the status is `UNKNOWN`."""
+        """Return the job's status: `NOTFOUND` if it was never submitted or Slurm says it has ended, `UNKNOWN` if Slurm can't be queried."""
         try:
             if not self.job_id:
                 return await self._gpu_query_by_name()
@@ -340,7 +340,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return the node's address in Slurm, which can differ from the node's name. Raises EngineError."""
+        """Return the node's address according to Slurm, which can differ from its name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
         return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)
@@ -396,7 +396,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         self._gpu_begun = bool(self.job_id)
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield a sentence saying why the job is waiting and when Slurm expects to start it, each time either changes."""
+        """Yield a sentence with the reason for the wait and the expected start time, whenever either of them changes."""
         said = ""
         while True:
             await self._gpu_news.wait()
@@ -437,7 +437,7 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
 class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
     @web.authenticated
     def post(self) -> None:
-        """Set the port of the server to which the request's token belongs. Raises HTTPError for any other request."""
+        """Set the port of the server the request's token was issued to. Raises HTTPError for any other request."""
         token, data = self.get_auth_token(), self.get_json_body()
         port = data.get("port") if isinstance(data, dict) else None
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):

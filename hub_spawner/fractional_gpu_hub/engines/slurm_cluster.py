@@ -19,7 +19,7 @@ async def read() -> Cluster:
 
 
 def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
-    """Return the cluster, including the servers of all hubs. In `text`, each job starts with `mark`, followed by its columns.
+    """Return the cluster's nodes, and the servers of all hubs. In `text`, each job is listed as `mark` followed by its columns.
 
     The job's name comes last, because users choose it and it may contain separators and line breaks. It cannot contain the mark, which is
     random for each call.

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands and parses what they say about nodes, jobs, and why jobs are waiting.
+"""Runs Slurm's commands and parses their output: nodes, jobs, and the reasons jobs are waiting.
 
 - Arguments are passed as a list, never as shell text. Columns containing user-supplied text, such as job names and comments, are only read
   if they come last.
@@ -70,7 +70,7 @@ class SlurmNode(ClusterNode):
 
 
 def _why_not(state: str) -> str:
-    """Return why Slurm is not starting jobs on a node, in a word or two, or "". A star after a state means the node is not responding."""
+    """Return a short reason why Slurm is not starting jobs on a node, or "" if it is. A trailing star means the node is not responding."""
     if state.endswith("*"):
         return "not answering"
     flags = state.rstrip("~#!%$@^-").split("+")
@@ -117,7 +117,7 @@ def job_id_of(text: str) -> str:
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Find the job in lines of `JOB_COLUMNS`. Return None if Slurm no longer knows it. Raises EngineUnavailableError for bad lines."""
+    """Find a job in a list with `JOB_COLUMNS`. Return None if it is not there. Raises EngineUnavailableError if a line is malformed."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):

@@ -33,7 +33,7 @@ _QUEUED, _MOST = 10, 60  # the progress bar while the engine queues the request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """A request to the engine: milli-GPU, MiB of GPU memory, and MiB of host memory for the server and its saved state."""
+    """What to request from the engine: milli-GPU, MiB of GPU memory, and MiB of host memory for the server and its saved GPU memory."""
 
     pool: str
     fraction_milli: int

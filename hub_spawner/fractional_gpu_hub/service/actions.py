@@ -1,6 +1,6 @@
 """The page's actions, and who may perform them.
 
-- To the broker, this process is an administrator, so this module checks each action against the user's scopes. The broker records which
+- The broker treats this process as an administrator, so this module checks each action against the user's scopes. The broker records which
   user the action is for (`acting_for`).
 - Another user's kernel is reported as unknown, whether or not it exists.
 - An action can take a long time, because a resume may have to wait in the queue. Each action has its own thread and connection, and each
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class Actions:
-    """Carries out the actions requested on all pages, in threads. The service creates one instance."""
+    """Carries out the actions users request on their pages, in threads. The service creates a single instance."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
         self._running: Counter[str] = Counter()
 
     async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
-        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancellation withdraws a waiting action."""
+        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancelling this withdraws a waiting action."""
         known = _ACTIONS[kind].get(action)
         if known is None:
             allowed = ", ".join(_ACTIONS[kind])
@@ -145,7 +145,7 @@ def _change(client: SeatClient, pool: str, asked: PoolChange) -> Any:  # noqa: A
 
 
 class _Action(NamedTuple):
-    """An action on the page: the call to make, the type of the request body, and whether it is reserved for administrators."""
+    """An action on the page: the broker call it makes, the type of its request body, and whether it is only for administrators."""
 
     call: Callable[[SeatClient, str, Any], Any]
     body: type[Struct] = _EmptyRequest

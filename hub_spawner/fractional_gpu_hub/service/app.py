@@ -215,7 +215,7 @@ class _WhileConnected(_BaseHandler):
 
 
 class _Events(_WhileConnected):
-    """The event stream of one page. Each event contains the latest view, so events never need to be queued."""
+    """The event stream of one page. Each event contains the complete current view, so events never need to be queued."""
 
     async def get(self) -> None:
         name = self.viewer.name

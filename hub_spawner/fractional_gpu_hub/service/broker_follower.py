@@ -31,7 +31,7 @@ _CALL_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The last known status, or None at first. `problem` is a sentence that explains why it is out of date, or ""."""
+    """The last known status, or None if there is none yet. `problem` explains why it is out of date, and is empty while it is current."""
 
     status: HostStatus | None = None
     seats: SeatList = field(default_factory=SeatList)
@@ -58,7 +58,7 @@ class BrokerFollower:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def refresh_soon(self) -> None:
-        """Request seats and pools again soon. Call this after the service has changed something."""
+        """Schedule an early refresh of the seats and pools. Call this after the service has changed something."""
         self._stale.set()
 
     def _take_status(self, status: HostStatus) -> None:
@@ -115,7 +115,7 @@ _LATER = (
 
 
 class StartupPlaceholder:
-    """Answers every request to the service with status 425 until `hand_over` is called. Raises OSError if the port stays in use."""
+    """Answers every request to the service with status 425 until `hand_over` is called. Raises OSError if the port does not become free."""
 
     def __init__(self, url: str) -> None:
         place = urlsplit(url)

@@ -39,7 +39,7 @@ class ClusterServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All nodes with an agent, all servers, and the number of nodes without an agent (`others`)."""
+    """The nodes that have an agent, all servers, and the number of nodes that have no agent (`others`)."""
 
     nodes: Sequence[ClusterNode] = ()
     servers: Sequence[ClusterServer] = ()
@@ -48,7 +48,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """The cluster's state when it was last read. `problem` is a sentence that explains why it is out of date, or ""."""
+    """The last known state of the cluster. `problem` explains why it is out of date, and is empty while it is current."""
 
     cluster: Cluster = field(default_factory=Cluster)
     problem: str = "the cluster has not answered yet"
@@ -70,7 +70,7 @@ class ClusterFollower:
 
     @property
     def snapshot(self) -> ClusterSnapshot:
-        """The cluster's state when it was last read. Each access keeps the queries to the engine going for another `LINGER_S` seconds."""
+        """The last known state of the cluster. The engine is queried until `LINGER_S` seconds after this was last read."""
         self._asked_s = time.monotonic()
         self._asked.set()
         return self._snapshot

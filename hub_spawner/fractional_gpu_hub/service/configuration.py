@@ -133,7 +133,7 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
 
 
 def _environment(c: Config, cluster: str) -> dict[str, str]:
-    """Return the environment variables the service needs to reach the cluster. The hub does not pass any of them on. Raises ConfigError."""
+    """Return the environment variables the service needs to reach the cluster but would not get from the hub. Raises ConfigError."""
     found = {name: os.environ[name] for name in _KEPT.get(cluster, ()) if name in os.environ}
     if cluster != "kubernetes":
         return found

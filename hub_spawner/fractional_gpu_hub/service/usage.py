@@ -1,6 +1,6 @@
 """Gets the figures for the "My usage" and "Usage" pages from the broker, and prepares the contents of each page.
 
-To the broker, this process is an administrator and may read everything, so this module enforces the rules:
+The broker treats this process as an administrator and lets it read everything, so this module enforces the rules:
 
 - A user's figures are requested by name, and only for users of the hub (`seated`), because the machine may have another user with the same
   name. Entries for other names are dropped, even if the broker returns them.
@@ -54,7 +54,7 @@ _DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageQuery:
-    """A page's query: the period, both in seconds since 1970 and as typed, and how the figures for all users are grouped."""
+    """What a page asks for: the period, both in seconds since 1970 and as typed, and how to group the figures for all users."""
 
     since_s: int
     until_s: int
@@ -106,7 +106,7 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
 
 
 def own_figures(client: SeatClient, viewer: Viewer, asked: PageQuery) -> UsagePage:
-    """Return the viewer's figures by notebook, and any figures of other users the viewer may see. Raises FractionalGPUError."""
+    """Return the viewer's figures for each notebook, and any of other users' figures that the viewer may see. Raises FractionalGPUError."""
     columns = (*_PARTY, "notebook")
     report = client.usage(columns, asked.since_s, asked.until_s, {"user": viewer.name, "seated": "1"})
     own = [entry for entry in report.entries if entry.of["user"] == viewer.name]

@@ -256,7 +256,7 @@ def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
 
 
 class Setting(NamedTuple):
-    """A setting in the page's pool editor. `default` and `example` are written as users would type them. `choices` are menu items."""
+    """A setting in the page's pool editor. `default` and `example` look the way a user would type them. `choices` are menu items."""
 
     key: str
     help: str

@@ -4,8 +4,8 @@ Two threads take part in a wait:
 
 - The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, so it can be interrupted: on
   the main thread, SIGINT puts a note into the queue. Subshell threads receive no signals, so they wait for the broker's answer.
-- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and puts each line into every queue. The first waiting cell starts
-  the thread, and later cells join. The last cell to leave closes the connection, which withdraws the ticket.
+- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and puts each line into every waiting cell's queue. The first
+  waiting cell starts the thread, and later cells join. The last cell to leave closes the connection, which withdraws the ticket.
 
 If a connection breaks or a call fails, the broker is restarted and the call is repeated. After `MAX_FRUITLESS` failures in a row without a
 line from the broker, the request is refused. If this process can no longer make calls (`is_local`), it keeps waiting while the broker's
@@ -114,7 +114,7 @@ class Acquirer:
                     entered = entered or mark is None
 
     def hold(self, waiter: Waiter) -> None:
-        """Keep a ticket until the gate opens, the GPU is refused, or the note FREE is put into `waiter`."""
+        """Hold a ticket until the gate opens, the GPU is refused, or another thread puts the note FREE into `waiter`."""
         on_open = partial(waiter.put, OPENED)
         self._gate.start_waiting(on_open)
         try:
@@ -274,7 +274,7 @@ class Acquirer:
 
 
 class Turns(Acquirer):
-    """Shows a preempted cell's wait on a line below the cell. The broker has already filed a ticket for the cell."""
+    """Shows, on a line below a preempted cell, how its wait is going. The broker has already filed a ticket for the cell."""
 
     _watch = True
 
@@ -334,7 +334,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines about the wait. Return False when the gate opens, or True if the cell may run while it is shut.
+    """Show the broker's messages about the wait. Return False once the gate opens, or True if the cell may run before it opens.
 
     Raises RefusedError or KeyboardInterrupt.
     """
@@ -449,7 +449,7 @@ class FirstGrant:
         self._held = []
 
     def check(self) -> str:
-        """Return a sentence for the user if this process will never find a device, otherwise ""."""
+        """Return a message for the user if this process will never find a device. Return "" otherwise."""
         self.is_due = False
         return NO_DEVICE_KEPT if _answer() == _NO_DEVICE else ""
 
@@ -473,7 +473,7 @@ def _not_yet() -> None:
 
 
 def _answer() -> int:
-    """Ask CUDA for the number of devices. Return the call's error number, which is 0 on success or if no driver is loaded."""
+    """Ask CUDA how many devices there are. Return the error code, which is 0 on success and if no driver is loaded."""
     if not any(name.startswith("libcuda.so.") for name in mapped_files()):
         return 0
     import ctypes  # noqa: PLC0415 - off the kernel's start

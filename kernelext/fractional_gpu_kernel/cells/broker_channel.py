@@ -5,7 +5,7 @@ Two daemon threads start a moment after the kernel, so as not to slow down its s
 - `gpu-gate` reads the commands and immediately carries out those that need no round trip.
 - `gpu-answers` sends the answers on a second connection.
 
-If the stream breaks, it is reopened after increasingly long pauses, even if a cell has broken this process (`settings.LOCAL_FAILURES`). A
+If the stream breaks, it is reopened after increasingly long pauses, even if a cell has damaged this process (`settings.LOCAL_FAILURES`). A
 command that cannot be carried out is answered with "busy". The channel never starts a broker; waiting cells do that.
 """
 

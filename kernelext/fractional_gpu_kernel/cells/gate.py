@@ -57,7 +57,7 @@ class Gate:
         return bool(self._exempt) and not self._running
 
     def runs_beside(self, mark: object) -> bool:
-        """Return whether a cell other than `mark` is running, such as an outer cell or a cell in another subshell."""
+        """Return whether any cell besides `mark` is running, such as an outer cell or one in another subshell."""
         return any(one is not mark for one in list(self._running))
 
     def enter(self, mark: object) -> bool:
@@ -84,7 +84,7 @@ class Gate:
                 on_open()
 
     def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
-        """Stop waiting. Return whether the cell may run, because the gate is open or `overlap` is set. If so, count `mark` as running."""
+        """Stop waiting. If the gate is open or `overlap` is set, return True and, unless `mark` is None, record it as running."""
         with self._lock:
             self._waiting.remove(on_open)
             may_enter = self.is_open or overlap
@@ -93,7 +93,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """Mark these cells as waiting for input. Return those that were running, in the given order."""
+        """Record that these cells are waiting for input. Return the ones that were running, in the given order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """A running cell and its thread. `marks` identify it and its outer cells to the gate. A cell without the GPU has no mark of its own."""
+    """A running cell and its thread. `marks` identify it and its outer cells to the gate. A cell that skips the GPU has none of its own."""
 
     marks: tuple[object, ...]
     thread_id: int
@@ -204,7 +204,7 @@ class InputRequests:
         return prompt
 
     def _end(self, wait: object, marks: Sequence[object]) -> None:
-        """Stop waiting for input. This can be called again after an interrupt."""
+        """Record that the wait for input is over. This can be called again if an interrupt cuts it short."""
         self._gate.go_on(marks)
         self._change(lambda: self._asking.pop(wait, None))
 

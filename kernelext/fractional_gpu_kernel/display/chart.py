@@ -36,7 +36,7 @@ class Column(NamedTuple):
 
 
 def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: int) -> list[Column]:
-    """Divide [`since_ms`, `until_ms`) into `count` columns. `points` are in chronological order, and each applies until the next."""
+    """Divide [`since_ms`, `until_ms`) into `count` columns. `points` are in chronological order, and each holds until the next one."""
     width = max(1, until_ms - since_ms) / count
     used, saved = [0] * count, [0] * count
     lasted: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
@@ -55,7 +55,7 @@ def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: i
 
 
 class HistoryView(View):
-    """A lease's history up to now, or just the last `last_ms` milliseconds of it."""
+    """A lease's history up to now. With `last_ms`, only that many milliseconds of it are shown."""
 
     def __init__(self, history: History, last_ms: int | None = None, now_ms: int | None = None) -> None:
         self._points = history.points

@@ -59,7 +59,7 @@ class LiveLine:
         self._shown: str | None = None
 
     def show(self, text: str, wait: Bundle | None = None) -> None:
-        """Show text. If it is about a wait, pass the wait's machine-readable form as `wait`, which is sent along with the text."""
+        """Show this text. For text about a wait, `wait` is its machine-readable form, which is sent along with it."""
         if text != self._shown:
             update, self._shown = self._shown is not None, text
             publish(self._shell, Sentence(text, wait), display_id=self._display_id, update=update)
@@ -71,7 +71,7 @@ class LiveLine:
             publish(self._shell, None, display_id=self._display_id, update=True)
 
     def remove(self) -> None:
-        """Clear the output of a cell that has not run and has no other output."""
+        """Clear the whole output. Call this for a cell that has not run, so that no other output is lost."""
         if self._shown is not None:
             self._shown = None
             self._shell.display_pub.clear_output(wait=False)
@@ -189,7 +189,7 @@ def resizing(status: "LeaseStatus") -> str:
 
 
 def _left(forecast: "Progress | Span", passed_ms: int) -> str:
-    """Return how much longer the wait should take, as text, given a forecast made `passed_ms` ago. Return "" without a forecast."""
+    """Describe how much longer the wait should take, given a forecast made `passed_ms` ago. Return "" if there is no forecast."""
     from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
 
     if forecast.expected_ms is None:
@@ -291,6 +291,6 @@ class Notices:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return the errors that publishing a message can raise if the process has run out of file descriptors."""
+    """Return the types of errors raised when a message is published and the process has run out of file descriptors."""
     zmq = sys.modules.get("zmq")
     return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

@@ -32,7 +32,7 @@ def box(title: str, *parts: str, note: str = "") -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of HTML cells. `head` lists the column titles as plain text. Without it, each row's first cell is its header."""
+    """Return an HTML table. `rows` contain HTML, and `head` plain-text column titles. Without `head`, each row begins with its header."""
     lines = []
     if head:
         style = f"{_CELL};font-weight:400;{_MUTED}"
@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar as text. `parts` are (size, character) pairs. Each part larger than 0 gets at least one character."""
+    """Return a bar as text. `parts` are (size, character) pairs. Parts larger than 0 get at least one character if there is space left."""
     signs = ""
     total = 0
     for size, sign in parts:

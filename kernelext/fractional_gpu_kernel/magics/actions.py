@@ -3,9 +3,9 @@
 A command is answered within its cell, unless it needs an idle kernel: `suspend`, `release` and `resize --later` are requested after the
 cell has ended (`broker_call.AfterCell`).
 
-`%gpu pin always` keeps renewing a pin until the pool refuses (`StandingPin`). Each pin is short, so that little of the user's budget is
-wasted when the kernel ends. If the broker does not answer, it is not suspending kernels either, so the renewal is retried. If it refuses,
-renewing stops and a notice is shown.
+`%gpu pin always` keeps renewing a pin until the pool refuses (`StandingPin`). Each pin is short, so little of the user's budget is wasted
+when the kernel ends. If the broker does not answer, it is not suspending kernels either, so the renewal is retried. If it refuses, renewing
+stops and a notice is shown.
 """
 
 import argparse
@@ -54,7 +54,7 @@ _GIVE_BACK_S = 10.0
 
 
 class Size(NamedTuple):
-    """A share in milli-GPU, with its memory in MiB. If the memory is None, it is derived from `milli`."""
+    """A share in milli-GPU and its memory in MiB. If the memory is None, `milli` determines it."""
 
     milli: int
     memory_mib: int | None
@@ -120,7 +120,7 @@ class Resizer:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, *, silent: bool) -> None:
-        """End this cell's request, and shrink the lease to the largest share other cells still request. Never raises broker errors."""
+        """End this cell's request, and shrink the lease to the largest share that is still needed. Never raises broker errors."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             is_owed = self._own is not None and (had_burst or not self._bursts)
@@ -128,7 +128,7 @@ class Resizer:
             self._give_back(shows=had_burst and not silent)
 
     def _give_back(self, *, shows: bool) -> None:
-        """Shrink the lease to the largest share still requested, and show any failure. After an interrupt, the next `end` tries again."""
+        """Shrink the lease to the largest share still needed, and show any failure. After an interrupt, the next `end` tries again."""
         with self._lock:
             own = self._own
             if own is None:

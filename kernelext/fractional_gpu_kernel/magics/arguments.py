@@ -26,7 +26,7 @@ _SPANS = ("10m", "1h", "1d")
 
 
 class Argument(NamedTuple):
-    """An argument, or an option if its name begins with dashes. `values` are its completions, or `kind` says how to compute them."""
+    """An argument, or an option if its name begins with dashes. Completions come from `values`, or are computed according to `kind`."""
 
     name: str
     metavar: str

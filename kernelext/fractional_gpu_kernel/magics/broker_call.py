@@ -2,7 +2,7 @@
 
 `call_broker` makes a call immediately. A separate thread makes the call while the cell's thread waits on a queue, so it can be interrupted
 at any time. An interrupt closes the connection, and the broker withdraws the request unless it has already started it. If the broker does
-not answer, this is reported within 5 s, on the live line if there is one, otherwise as an error.
+not answer, the user finds out within 5 s, on the live line if there is one, otherwise through an error.
 
 `AfterCell` makes calls after the cell has ended, because the broker only suspends or moves idle kernels. The command first shows a note.
 Once the cell has ended and its event loop has moved on, a thread makes the call, and the result replaces the note. A subshell has its own

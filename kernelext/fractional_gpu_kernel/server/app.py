@@ -291,7 +291,7 @@ class FractionalGPUApp(ExtensionApp):
         return kernel_id in self.serverapp.kernel_manager
 
     def _spare_holders(self) -> None:
-        """If the broker culls idle kernels itself, make this server, and its kernels that have GPU state, look active to other cullers."""
+        """If the broker culls idle kernels itself, make this server and any of its kernels with GPU state look active to other cullers."""
         if self._status is None or not self._status.culls_idle:
             return
         for lease in self._status.leases:

@@ -62,8 +62,8 @@ class _BootStart(msgspec.Struct, frozen=True, kw_only=True):
 class DeadlineClock:
     """The clock for the deadlines of pins and unconfirmed seats. It keeps running across broker restarts and reboots.
 
-    Its time is in milliseconds since 1970. The wall clock is read only once per boot, because changing it must not end a pin. `start_ms` is
-    the boot time according to that reading, and is kept in the ledger.
+    Its time is in milliseconds since 1970. The wall clock is read only once per boot, so that later changes to it cannot end a pin.
+    `start_ms` is the boot time according to that reading, and is kept in the ledger.
     """
 
     def __init__(self, start_ms: int, clocks: Clocks = CLOCKS) -> None:
@@ -72,7 +72,7 @@ class DeadlineClock:
 
     @classmethod
     def of(cls, ledger: Ledger, clocks: Clocks = CLOCKS) -> Self:
-        """Return this boot's clock from the ledger, or create and save a new clock. Raises LedgerError."""
+        """Return this boot's clock from the ledger. If there is none, create and save one. Raises LedgerError."""
         start = ledger.kept_as(_DEADLINE_CLOCK, _BootStart, _BootStart())
         if start.boot_id != boot_id():
             start = _BootStart(boot_id=boot_id(), start_ms=clocks.wall() - clocks.boot())
@@ -93,7 +93,7 @@ _KEPT = 1024  # buckets; full ones are dropped beyond this number, which changes
 
 
 class TokenBucket:
-    """Allows `per_s` events a second in the long run and `burst` events at once, separately for each key."""
+    """Limits events to `per_s` a second in the long run, with bursts of up to `burst`. Each key has its own limit."""
 
     def __init__(self, per_s: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -102,7 +102,7 @@ class TokenBucket:
         self._buckets: dict[Hashable, tuple[float, float]] = {}  # key -> (tokens left, time of the last update)
 
     def take(self, key: Hashable) -> float:
-        """Take a token and return 0, or return the seconds until one is available."""
+        """Take a token and return 0. If none is left, return the seconds until one is available."""
         now_s = self._clock()
         left = self._left(self._buckets.get(key, (self._burst, now_s)), now_s)
         if left < 1:

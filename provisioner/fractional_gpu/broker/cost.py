@@ -182,6 +182,6 @@ class _Metered:
 
 
 async def metered(work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> T:
-    """Return the work's result, calling `charge` with the processor time of each step. Cancellation cancels the work."""
+    """Run `work` and return its result, calling `charge` with the processor time of each step. Cancellation cancels the work."""
     result: T = await _Metered(work, charge)
     return result

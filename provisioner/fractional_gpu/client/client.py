@@ -103,8 +103,8 @@ class BrokerClient:
     ) -> Reply:
         """Call a route once and return its reply. `about` is the lease, seat, device or pool in the route's path.
 
-        Wait `timeout_s` (the client's by default) plus the time that the route or the request's `wait_ms` allows the broker. Raises the
-        errors in `fractional_gpu.protocol.errors`.
+        Wait for `timeout_s` (the client's by default) plus the time the broker is allowed by the route or by the request's `wait_ms`.
+        Raises the errors in `fractional_gpu.protocol.errors`.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         with closing(self._payloads(route, request, about, timeout_s, timeout_s + _wait_s(route, request))) as payloads:
@@ -273,8 +273,8 @@ class BrokerClient:
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
         """Yield the broker's commands for this kernel's gate until the broker ends the stream. Blocks between commands.
 
-        A command with an empty verb keeps the stream alive. Reading it proves to the broker that Python is running. That is why the socket
-        has a timeout: it makes Python poll before each read. Without one, the system call would read even while Python is blocked.
+        A command with an empty verb keeps the stream alive. Reading it proves to the broker that Python is running. For this, the socket
+        has a timeout, so Python polls before each read. Without it, the system call would read even while Python is blocked.
         """
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 

@@ -219,7 +219,7 @@ def _check_folder_if_there(path: str) -> None:
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
     """Wait while a broker starts, exits or restores its deleted socket, or a service restarts. Return whether a broker is reachable.
 
-    Raises BrokerUnavailableError with a message that names the process if the broker stays unreachable.
+    Raises BrokerUnavailableError, with a message that names the process, if the broker remains unreachable.
     """
     path, begun_s = client.socket_path, time.monotonic()
     deadline_s, restarts_until_s = begun_s + timeout_s, begun_s + min(timeout_s, _RESTART_S if _is_service(path) else 0)
@@ -401,7 +401,7 @@ def check_reachable(path: str) -> None:
 
 
 def check_above(folder: Path) -> None:
-    """Raise BrokerUnavailableError if another user could replace the folder, whether or not it exists."""
+    """Raise BrokerUnavailableError if another user could replace the folder. The folder need not exist."""
     if (found := foreign_above(folder)) is not None:
         above, uid = found
         raise BrokerUnavailableError(

@@ -36,7 +36,7 @@ def claim_address(path: str) -> bytes:
 
 
 def claim_holder(path: str) -> int | None:
-    """Return the pid of this socket's broker, even if the socket was deleted, or None if neither this user nor root runs one."""
+    """Return the pid of this socket's broker, even if the socket was deleted. Return None unless this user or root is running one."""
     from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this and never look for brokers
 
     pid, uid = holder(claim_address(path))

@@ -106,11 +106,11 @@ class SeatClient(BrokerClient):
         return self.call(routes.CONFIRM_SEAT, about=seat_id)
 
     def pools(self) -> PoolList:
-        """Return the current keys of every pool."""
+        """Return every pool's current settings."""
         return self.call(routes.POOLS)
 
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
-        """Change a pool's keys until the broker restarts.
+        """Change some of a pool's settings until the broker restarts.
 
         Raises NotFoundError, or BadRequestError with a message that describes the allowed values.
         """

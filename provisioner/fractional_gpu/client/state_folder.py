@@ -7,7 +7,7 @@ therefore has a state folder on a local disk:
 - A user's broker uses `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if
   that folder is on a network filesystem, not writable, or below another user's folder. If one of the two already exists, the broker uses
   that one.
-- The `state_dir` setting names another folder. If that folder is on a network filesystem and has no ledger, each node uses a subfolder
+- The `state_dir` setting can name another folder. If that folder is on a network filesystem and has no ledger, each node uses a subfolder
   (`node_name`).
 """
 
@@ -152,7 +152,7 @@ def _machine_id() -> str:
 
 
 def _hashed(text: str) -> str:
-    """Return `text` hashed, as a folder name, because machine-id(5) says not to expose the machine's id unhashed."""
+    """Return a hash of `text` as a folder name, because machine-id(5) says not to expose the machine's id unhashed."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

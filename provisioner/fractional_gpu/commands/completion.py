@@ -1,7 +1,7 @@
 """`jupyter gpu completion` sets up shell completion. This module also completes command lines, using argcomplete.
 
 When the user presses Tab, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. Queries to a broker
-have a short timeout, because completion that blocks is worse than none.
+have a short timeout, so that pressing Tab never blocks for long.
 """
 
 import argparse

@@ -330,7 +330,7 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
 
 
 _Drain = tuple[DrainRequest, int | None]
-"""The request, and how many ms to wait for the device to become empty. None means not to wait."""
+"""The request, and how long to wait (in ms) for the device to become empty. None means no wait."""
 
 
 def _add_drain_arguments(parser: Parser) -> None:

@@ -64,7 +64,7 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
 
 
 def growing_lines(path: Path, finished: Iterable[Path]) -> Generator[bytes | None, None, None]:
-    """Yield lines from the finished files, then from the file at `path`, even if it is replaced. Yield None whenever there are no more."""
+    """Yield lines from the finished files, then from the file at `path`, even if it is replaced. Yield None when no more are available."""
     rest = bytearray()
 
     def lines(file: BinaryIO) -> Iterator[bytes]:
@@ -99,7 +99,7 @@ def _is_replaced(path: Path, file: BinaryIO) -> bool:
 
 
 def told(entries: Iterable[T | None], pause: Callable[[float], None] | None = None) -> Iterator[T]:
-    """Yield the entries up to the first None. With `pause`, yield all entries, pausing at each None."""
+    """Yield the entries up to the first None. With `pause`, yield all of them, and call `pause` at each None."""
     for entry in entries:
         if entry is not None:
             yield entry
@@ -202,7 +202,7 @@ def _wanted(level: str, least: datetime, lease: str) -> Callable[[LogEntry], boo
 
 
 def entries_of(lines: Iterable[bytes | None]) -> Iterator[LogEntry | None]:
-    """Yield the entries, and None whenever there are no more lines yet. If an entry grows after that, its new lines form another entry."""
+    """Group lines into entries. Yield each, and None when no more lines are available yet. Lines added to an entry later form a new one."""
     entry: LogEntry | None = None
     last: LogEntry | None = None
     for raw in lines:

@@ -1,4 +1,4 @@
-"""The `jupyter gpu` command. It finds the subcommand, imports only its module, and reports errors as one line and an exit code.
+"""The `jupyter gpu` command. It imports only the module of the chosen subcommand, and reports an error as one line and an exit code.
 
 Exit codes are 0 for success, 1 for failure, 2 for an invalid command line, and 130 for an interrupt. An expected error is printed as one
 line on stderr, so a traceback means a bug in this package. Help must be fast, so nothing heavy is imported until a subcommand is chosen.
@@ -126,7 +126,7 @@ def subcommand(name: str) -> tuple[Any, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. Expected errors are printed instead of raised."""
+    """Run the command and return the exit code. Expected errors are printed, not raised."""
     if argv is None and _COMPLETING in os.environ:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Redirect standard output to /dev/null, because otherwise the interpreter's flush at exit would fail."""
+    """Redirect standard output to /dev/null, so that the interpreter can flush it at exit without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

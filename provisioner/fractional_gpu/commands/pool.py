@@ -1,4 +1,4 @@
-"""`jupyter gpu pool` shows pools' settings, and changes them while the broker is running."""
+"""`jupyter gpu pool` shows the settings of pools, and can change them while the broker is running."""
 
 import argparse
 import json

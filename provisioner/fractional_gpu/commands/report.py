@@ -1,7 +1,7 @@
 """`jupyter gpu report` shows what leases used and how much that cost, using data from the broker or a file of metered rows.
 
-The command queries the broker once, at the finest granularity the output needs, and computes all totals from that answer. The tables,
-charts and totals in a report therefore agree even while kernels are running.
+The command queries the broker only once, for the finest breakdown the output needs, and computes all totals from the answer. Tables, charts
+and totals therefore agree with each other even while kernels are running.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`jupyter gpu seats` lists the seats of a hub's servers, and ends seats that the hub failed to release."""
+"""`jupyter gpu seats` lists the seats held by a hub's servers, and ends any that the hub failed to release."""
 
 import argparse
 from collections.abc import Sequence

@@ -139,7 +139,7 @@ class Machine:
         replace_file(self.real(RECORD), msgspec.json.encode(self.record, order="deterministic"))
 
     def plan(self, wanted: Mapping[Path, bytes]) -> tuple[list[Step], list[Path]]:
-        """Return two lists: steps that write the `wanted` files and remove our other files, and files whose content we did not write."""
+        """Return the steps that write the `wanted` files and remove our other files, and a list of files whose content we did not write."""
         steps: list[Step] = []
         strange = []
         for path, content in {**dict.fromkeys(map(Path, self.record.files)), **wanted}.items():
@@ -164,7 +164,7 @@ class Machine:
         return f"run {text}", partial(_run, words)
 
     def do(self, steps: list[Step], *, dry: bool) -> bool:
-        """Carry out the steps, or only print them. Return whether all were carried out. Each change is recorded before it is made."""
+        """Carry out the steps, or just print them. Record each change before making it. Return whether all steps were carried out."""
         if not dry:
             self.save()
         for text, act in steps:
@@ -290,7 +290,7 @@ def _pools(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def propose_shares(sizes: list[int]) -> list[str]:
-    """Return the shares that are large enough for a model, given the devices' sizes in MiB."""
+    """Return the shares that have room for a typical model on the smallest device (sizes in MiB). A whole device is always included."""
     models = min(sizes, default=4 * _MODEL_MIB) // _MODEL_MIB
     return [*(f"1/{one}" for one in (8, 4, 2) if one <= models), "1"]
 

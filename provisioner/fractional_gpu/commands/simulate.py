@@ -156,7 +156,7 @@ def _fewest(
     progress: Progress,
     limit: int | None = None,
 ) -> Answer:
-    """Find the smallest number of devices, or of hosts (at most `limit`), that meets the goal for each seed."""
+    """Find the smallest number of devices, or of hosts (at most `limit`), that meets the goal: for all seeds, and for each seed alone."""
     machine, trace = cases[0]
     sessions = [session for _, sessions in cases for session in sessions]
     if machine.several:

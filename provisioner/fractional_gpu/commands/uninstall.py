@@ -129,7 +129,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _sockets_below(places: list[Path]) -> Iterator[str]:
-    """Yield the sockets of brokers that left files in these folders, such as those started by `jupyter gpu lab --simulate`."""
+    """Yield the sockets of all brokers with files in these folders, such as brokers started by `jupyter gpu lab --simulate`."""
     for place in places:
         for folder in (place, *(sub for sub in _entries(place) if _is_own_folder(sub))):
             if any(entry.name.startswith("broker.") for entry in _entries(folder)):

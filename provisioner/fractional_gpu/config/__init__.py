@@ -1,4 +1,4 @@
-"""The settings of a broker and its pools, which are also used by the arbiter and hubs."""
+"""The settings of a broker and its pools. The arbiter and hubs use them, too."""
 
 from fractional_gpu.config.pools import COMMON_KEYS as COMMON_POOL_KEYS
 from fractional_gpu.config.pools import POOL_KEYS, Pool

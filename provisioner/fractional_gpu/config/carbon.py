@@ -1,9 +1,9 @@
 """The carbon intensity of electricity (CO2 per kWh), which the administrator sets as one number or as a CSV file with hourly figures.
 
-The file must have a header, and two of its columns are read. Times come from the first column with `time` in its name. They are in ISO 8601
-format, and assumed to be UTC if they have no time zone. Figures come from the first column with both `g` and `kwh` in its name, such as
-`g_per_kwh` or `Carbon intensity gCO2eq/kWh`. Exports of electricity data use this format. If an hour is missing, the last figure before it
-is used. For hours before the first figure, the first figure is used.
+The file must have a header, and two of its columns are read. Times come from the first column with `time` in its name. They must be in ISO
+8601 format, and are taken as UTC if they name no time zone. Figures come from the first column with both `g` and `kwh` in its name, such as
+`g_per_kwh` or `Carbon intensity gCO2eq/kWh`. Exports of electricity data use this format. A missing hour gets the last figure before it, or
+the first figure in the file if there is no earlier one.
 """
 
 import csv
@@ -23,7 +23,7 @@ ALLOWED = "grams per kWh as a number from 0 to 100000, or the path of a CSV file
 class Carbon:
     """The carbon intensity, in milligrams of CO2 per kWh.
 
-    `from_s` lists the time from which each figure applies, in seconds since 1970. If it is empty, a single figure applies at all times.
+    `from_s` lists when each figure starts to apply, in seconds since 1970. If it is empty, the only figure applies at all times.
     """
 
     text: str  # the source of the figures, for people
@@ -42,7 +42,7 @@ class Carbon:
 
 
 def parse_setting(value: object) -> float | Path | None:
-    """Return the configured grams per kWh, or the absolute path of the configured file, or None if neither is configured.
+    """Return the configured grams per kWh or the absolute path of the configured file. Return None if neither is configured.
 
     Raises ValueError with a message that describes the allowed values.
     """

@@ -1,7 +1,7 @@
 """A pool's terms: which of a hub's groups may use the pool and when, how full it may get, and what its users are charged.
 
-The broker applies these terms to seats and metering. The arbiter does not know about them. Access is checked only when a user takes a seat,
-so a seat does not end when the pool closes or its user's groups change.
+The broker applies these terms to seats and metering. The arbiter does not know about them. Access is checked only when a user takes a seat.
+A seat that has been taken stays valid if the pool closes or its user's groups change.
 """
 
 import re
@@ -27,7 +27,7 @@ _SPAN = re.compile(rf"{_DAY}(?:-{_DAY})?\s+{_TIME}-{_TIME}", re.ASCII | re.IGNOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """A group's terms in a pool: its members' priority, and their weight when users compete."""
+    """A group's terms in a pool: its members' priority, and their weight when users compete for devices."""
 
     weight: int = 100
     priority: int = 0
@@ -43,10 +43,10 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class OpeningHours:
-    """The times when new seats can be taken in a pool, in the machine's local time. `text` is as configured, such as `Mon-Fri 08:00-18:00`.
+    """The times when users can take new seats in a pool, in local time. `text` is the configured value, such as `Mon-Fri 08:00-18:00`.
 
-    `spans` lists the first minute and the end (exclusive) of each span. Minutes are counted from the start of the week on Monday, and a
-    span may end in the next week.
+    `spans` holds a (start, end) pair of minutes for each span, with the end exclusive. Minutes are counted from the start of Monday. A span
+    may end in the next week.
     """
 
     text: str
@@ -63,7 +63,7 @@ class OpeningHours:
 
 
 def groups(value: object) -> Mapping[str, GroupTerms] | None:
-    """Return the terms of each group that may use the pool, or None for 'everybody'."""
+    """Parse the groups that may use the pool, and return each group's terms. Return None if the value is 'everybody'."""
     if value == "everybody":
         return None
     allowed = "expected 'everybody', or groups such as {'students': {}, 'staff': {'weight': 200, 'priority': 10}}"
@@ -86,7 +86,7 @@ def groups(value: object) -> Mapping[str, GroupTerms] | None:
 
 
 def hours(value: object) -> OpeningHours | None:
-    """Return the opening hours, or None for 'always'. Raises ValueError with a message that describes the allowed values."""
+    """Parse the opening hours. Return None if they are 'always'. Raises ValueError with a message that describes the allowed values."""
     if value == "always":
         return None
     if not isinstance(value, str) or len(value) > _LONGEST_HOURS or not value.strip():
@@ -112,7 +112,7 @@ def _spans(part: str) -> list[tuple[int, int]]:
 
 
 def price(value: object) -> Price | None:
-    """Return the hourly price of a whole device, or None if there is no price."""
+    """Parse the hourly price of a whole device. Return None if there is no price."""
     if value is None:
         return None
     match = _PRICE.fullmatch(value.strip()) if isinstance(value, str) else None

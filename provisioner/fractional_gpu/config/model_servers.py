@@ -1,4 +1,4 @@
-"""Model servers that the broker can ask to release GPU memory, how to ask each one, and the parser for `c.GPUBroker.yielders`."""
+"""Lists the model servers the broker can ask to release GPU memory, says how to ask them, and parses `c.GPUBroker.yielders`."""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from typing import Final
 class ModelServer:
     """How to ask a server to release memory.
 
-    The broker sends `body` to `path` in a POST request. If the body contains MODEL, the broker first gets a list of the loaded models from
-    `loaded`, then sends one POST request per model.
+    The broker sends `body` to `path` in a POST request. If the body contains MODEL, the broker first gets the list of loaded models from
+    `loaded`, then sends one request for each.
     """
 
     title: str

@@ -1,7 +1,7 @@
 """Defines a pool, the settings that are its configuration keys, and how devices are assigned to it.
 
-- A device can be in only one pool. At most one pool may set its devices to 'all', and it gets the devices that no other pool lists. A pool
-  without devices is an error, except on a host without devices.
+- A device can be in only one pool. At most one pool may set its devices to 'all', which means all devices that no other pool lists. It is
+  an error for a pool to have no devices, unless the host has none.
 - A device is identified by its number in the broker's list, its UUID, or a unique prefix of its UUID. `model:A100` selects all devices with
   that text in their name.
 """
@@ -42,7 +42,7 @@ COMMON_KEYS = (
 class Pool(HasTraits):
     """A configured pool. Durations are in ms, memory in MiB, and fractions, prices and shares in thousandths.
 
-    Each key is a `Setting`, and the setting's `to` names the fields it fills in the arbiter's `PoolSpec`.
+    Each configuration key is a `Setting`, whose `to` names the fields of the arbiter's `PoolSpec` that it sets.
     """
 
     # fmt: off
@@ -350,7 +350,7 @@ class Pool(HasTraits):
         )
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
-        """Return the name and terms of the group with the best terms, or None if none of these groups may use the pool."""
+        """Return the name and terms of whichever group has the best terms. Return None if none of the groups may use the pool."""
         if self.groups is None:
             return "", GroupTerms()
         mine = [(name, self.groups[name]) for name in groups if name in self.groups]
@@ -385,7 +385,7 @@ def parse_pools(value: object) -> tuple[Pool, ...]:
 
 
 def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
-    """Return the devices selected by the reference: one device, or all devices of a model.
+    """Return the devices the reference selects: a single device, or all devices of a model.
 
     Raises ConfigError if no device matches or if several UUIDs match.
     """

@@ -1,10 +1,10 @@
-"""The settings of a broker. Each is declared once, with its parser, default, example and help.
+"""Declares each setting of the broker once, with its parser, default, example and help.
 
 - If no file is given, every `jupyter_gpu_config.py` on Jupyter's configuration path is read, from the system's to the user's, so that the
   user's values take precedence. The command line overrides all files.
 - An unknown class or setting is reported as an error, with a suggestion, whereas traitlets would only issue a warning.
 - A configuration file is a program, so it is not run if any user can write to it.
-- Loading checks everything that does not depend on the machine's devices. `managed` and `pool_specs` check the rest.
+- Loading checks everything that does not depend on the machine's devices. The rest is checked by `managed` and `pool_specs`.
 """
 
 import grp
@@ -268,7 +268,7 @@ class Settings(HasTraits):
                 )
 
     def where(self, name: str) -> str:
-        """Return the setting's name and where its value comes from, for error messages."""
+        """Return the setting's name and the origin of its value, for error messages."""
         origin = self._origins.get(name)
         return f"{origin}: c.{SECTION}.{name}" if origin else f"c.{SECTION}.{name}"
 
@@ -291,7 +291,7 @@ class Settings(HasTraits):
         return self.cull_idle_after is not None or self.cull_above < 100
 
     def admin_gid(self) -> int | None:
-        """Return the id of the administrators' group, or None if no group is set. Raises ConfigError if the host has no such group."""
+        """Return the gid of the administrators' group, or None if none is configured. Raises ConfigError if the group does not exist."""
         if not self.admin_group:
             return None
         try:
@@ -301,12 +301,12 @@ class Settings(HasTraits):
             raise config_error(self.where("admin_group"), self.admin_group, problem) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
-        """Return how much host memory suspended state may use, in MiB, given the machine's total. The result never exceeds the total."""
+        """Return how much of the machine's memory suspended state may use, in MiB. This is never more than the machine's total."""
         amount, is_share = self.host_memory
         return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
     def overhead_mib(self, *, simulated: bool) -> int:
-        """Return how much of a device's memory is not available to leases, in MiB.
+        """Return how much of a device's memory leases cannot use, in MiB.
 
         This covers the driver's own memory, and the margin that must stay free so that a kernel can be restored.
         """
@@ -315,7 +315,7 @@ class Settings(HasTraits):
         return 0 if simulated else DRIVER_MIB + RESTORE_MARGIN_MIB
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
-        """Return the devices this broker manages, ordered by number. `devices` lists all devices of the host. Raises ConfigError."""
+        """Return the devices this broker manages, in order of their numbers. `devices` lists all the host's devices. Raises ConfigError."""
         if self.devices is None:
             return tuple(devices)
         found = [pools.find_devices(self.where("devices"), one, devices) for one in self.devices]
@@ -323,7 +323,7 @@ class Settings(HasTraits):
         return tuple(device for device in devices if device.device_id in chosen)
 
     def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:
-        """Return the pools with their devices. `devices` lists all devices of the host, ordered by number.
+        """Return the pools with their devices. `devices` lists all the host's devices, in order of their numbers.
 
         Raises ConfigError.
         """
@@ -340,7 +340,7 @@ def load(
     *,
     origin: str = "the command line",
 ) -> Settings:
-    """Load the settings from the files and from `overrides`, whose values come from `origin`.
+    """Load the settings from the files and from `overrides`. For error messages, `origin` says where the overrides come from.
 
     Overrides that are None are ignored. Raises ConfigError.
     """
@@ -396,7 +396,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _collect(written: dict[str, tuple[object, str]], given: Mapping[str, Any], origin: str) -> None:
-    """Add the given values, with their origin, to `written`. Raises ConfigError if a name is unknown."""
+    """Add the given values to `written`, along with their origin. Raises ConfigError if a name is unknown."""
     for name, raw in given.items():
         if name not in SETTINGS:
             raise ConfigError(f"{origin}: c.{SECTION}.{name} is unknown; {did_you_mean(name, SETTINGS)}")

@@ -1,7 +1,7 @@
-"""Settings, their parsers, and the errors for invalid values.
+"""Defines settings, their parsers, and the errors for invalid values.
 
-A parser converts a configured value to a plain one: sizes to MiB, durations to milliseconds, and fractions and shares to thousandths. For
-an invalid value, it raises ValueError (never TypeError) with a message that describes the allowed values.
+Parsers convert configured values to plain ones: sizes to MiB, durations to milliseconds, and fractions and shares to thousandths. If a
+value is invalid, they raise ValueError (never TypeError) with a message that describes the allowed values.
 """
 
 import pwd
@@ -62,7 +62,7 @@ class PartError(ValueError):
 
 
 def config_error(where: str, value: object, problem: str | ValueError) -> ConfigError:
-    """Return the error for a setting or a part of it. `where` names the setting and the file."""
+    """Return the error to raise for a setting or a part of it. `where` names the setting and the file."""
     if isinstance(problem, PartError):
         where, value = where + problem.inside, problem.value
     shown = repr(value)
@@ -80,7 +80,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 class Setting(TraitType[G, Any]):
-    """A setting with its parser and help, and with a default and an example as an administrator would write them.
+    """A setting with its parser and help, and a default and an example, both written as in a configuration file.
 
     `to` names the fields of `PoolSpec` that the setting fills.
     """
@@ -136,9 +136,9 @@ def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | N
 
 
 def idle_after(value: object) -> tuple[int | None, bool]:
-    """Return the idle time in ms after which a kernel is suspended, and whether the arbiter chooses this time instead.
+    """Return how long a kernel may be idle before it is suspended, in ms, and whether the arbiter chooses this time instead.
 
-    If the time is None and the arbiter does not choose it, kernels are suspended only when room is needed.
+    If the time is None and the arbiter doesn't choose one, kernels are suspended only to make room for others.
     """
     found = or_word("auto", or_word("on-demand", duration()))(value)
     return found, value == "auto"
@@ -295,7 +295,7 @@ def whole_number(least: int, most: int) -> Callable[[object], int]:
 
 
 def device_references(value: object) -> tuple[str, ...] | None:
-    """Return references to devices, or None for 'all'.
+    """Return the configured references to devices, or None for 'all'.
 
     A reference is a device number as text, a UUID, the beginning of a UUID, or a model.
     """
@@ -354,7 +354,7 @@ def library(value: object) -> str:
 
 
 def account(value: object) -> int | None:
-    """Return the uid of a user on this host, or None if the name is empty."""
+    """Return the uid of the named user on this host, or None if the name is empty."""
     try:
         return pwd.getpwnam(str(value)).pw_uid if value else None
     except (KeyError, ValueError):
@@ -362,7 +362,7 @@ def account(value: object) -> int | None:
 
 
 def notice_source(value: object) -> Path | str | None:
-    """Return the path of a file, a URL, or None if the value is empty.
+    """Return the path of a file, or a URL. Return None if the value is empty.
 
     A URL's host must be the loopback address or the link-local address of cloud metadata services.
     """
@@ -393,7 +393,7 @@ def file_size(value: object) -> int:
 
 
 def metrics_address(value: object) -> tuple[str, int] | None:
-    """Return an IP address and a port, or None if the value is empty. Host names are rejected, because their addresses may change."""
+    """Return an IP address and a port, or None if the value is empty. Reject host names, because their addresses may change."""
     if value == "":
         return None
     allowed = "expected an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"

@@ -1,1 +1,1 @@
-"""The arbiter, which turns events into effects and does no I/O."""
+"""The arbiter: it turns events into effects, and does no I/O."""

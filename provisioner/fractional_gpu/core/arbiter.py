@@ -1,11 +1,11 @@
-"""The arbiter decides which lease holds which GPU. It takes events and returns effects.
+"""Defines the arbiter, which decides which lease holds which GPU. It takes events and returns effects.
 
-Only `handle` changes state. It applies the event to the books (`lifecycle`), then serves the waiting leases (`scheduler`). The arbiter does
-no I/O and has no clock, because every event carries its time. It uses only integers, so the same events always produce the same effects.
+Only `handle` changes state. It updates the state for the event (`lifecycle`), then serves the waiting leases (`scheduler`). The arbiter
+does no I/O, and gets the time from the events, not from a clock. It uses only integers, so the same events always produce the same effects.
 
-Operations (suspend and resume) take time. Each begins with an effect that carries an operation id and the lease's generation, and the event
-that reports the result carries both as well. If they are out of date, the result only frees its swap channel. Events about unknown or ended
-leases are ignored, because the driver's view is always slightly out of date. An impossible event raises ValueError before anything changes.
+Operations (suspend and resume) take time. Each begins with an effect that carries an operation id and the lease's generation, and ends with
+an event that repeats both. If they are out of date by then, the event only frees the swap channel. Events about unknown or ended leases are
+ignored, because the driver's view is always slightly out of date. An impossible event raises ValueError before anything changes.
 """
 
 from collections import Counter
@@ -83,7 +83,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine. With `check`, it raises an error if a device is over-committed. `forecasts` can come from an earlier arbiter."""
+    """The state machine. If `check` is set, over-committing a device raises an error. `forecasts` may come from an earlier arbiter."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Make the forecasts for waits and cells that began with the last event.
+        """Forecast the waits and cells that began with the last event.
 
-        The driver calls this after sending the effects, so that they are not delayed. Otherwise, the next `handle` does this work first.
+        The driver calls this after sending the effects, so that forecasting does not delay them. If it doesn't, the next `handle` calls it.
         The decisions are the same either way.
         """
         if not self._deferred_work_done:
@@ -280,7 +280,7 @@ class Arbiter:
         return lease is not None and lease.ticket is not None
 
     def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
-        """Return a pool's queue in order, as of `at_ms`. If `at_ms` is None, the time of the last event is used."""
+        """Return a pool's queue in order, as of `at_ms` or, if that is None, as of the last event."""
         with self._as_of(at_ms):
             return _ticket_views(self._books, pool, self._changes.forecast_recorder)
 
@@ -290,17 +290,17 @@ class Arbiter:
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
     def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when busy leases will have completed their turns and can make room for the lease, or None if waiting would not help."""
+        """Return when enough busy leases will have finished their turns to make room for the lease, or None if waiting would not help."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
 
     def stranger_devices(self, lease_id: str) -> list[str]:
-        """Return the devices that would have room for the waiting lease if processes without a lease released their memory."""
+        """Return the devices that would have room for the waiting lease if all processes without a lease released their memory."""
         lease = self._books.leases.get(lease_id)
         return [] if lease is None else stranger_devices(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
-        """Return how much longer the lease's held-back cell will wait, as of `at_ms`, or None if no cell is held back for another lease."""
+        """Forecast how much longer the lease's cell is held back for another lease, as of `at_ms`. Return None if no cell is held back."""
         lease = self._books.leases.get(lease_id)
         if lease is None:
             return None
@@ -319,7 +319,7 @@ class Arbiter:
 
     @contextmanager
     def _as_of(self, at_ms: int | None) -> Iterator[None]:
-        """During the block, read the books as of `at_ms`. If `at_ms` is None, the time of the last event is used."""
+        """Within the block, queries return the state as of `at_ms` or, if that is None, as of the last event."""
         event_ms = self._books.now_ms
         self._books.now_ms = max(event_ms, at_ms or 0)
         try:
@@ -331,7 +331,7 @@ class Arbiter:
         return _device_views(self._books)
 
     def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
-        """Return the code and sentence with which a request for this lease would be refused now, or None if it would be admitted."""
+        """Return the error code and sentence if a request for this lease would be refused now, or None if it would be admitted."""
         refused = refusal(self._books, spec)
         return None if refused is None else (refused.code, refused.sentence)
 
@@ -413,7 +413,7 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what is metered for the lease. If it has no process, return None, even if room is reserved for it.
+    """Return what the lease is charged for. If it has no process, return None, even if room is reserved for it.
 
     A lease holds its devices while it has a reservation on them, including during swaps. It is busy while a cell, or a process that
     outlived its kernel, might be running on them. It is not busy during a swap, in quarantine, or while its cell waits at a closed gate.

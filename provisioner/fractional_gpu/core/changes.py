@@ -1,6 +1,6 @@
-"""The only place where a lease's state or ticket changes. Each change updates the books and emits effects.
+"""Makes all changes to leases' states and tickets. Each change updates the books (`core.state.books`) and emits effects.
 
-The methods for states come first, followed by those for the queue and gates, and those for swaps. `transitions` defines which changes are
+Methods that change states come first, followed by methods for the queue and gates, and for swaps. `transitions` defines which changes are
 legal. `lifecycle` calls these methods to handle events, and `scheduler` calls them to serve the queue.
 """
 
@@ -124,7 +124,7 @@ class Changes:
         self.record(lease.lease_id, reason, sentence)
 
     def emit_granted(self, lease: Lease) -> None:
-        """Open the gate of a resident lease, so that its cells can run."""
+        """Tell the driver to open a resident lease's gate, so that its cells can run."""
         granted = Granted(lease_id=lease.lease_id, device_ids=lease.device_ids, reserved_mib=lease.held_mib)
         self.effects.append(granted)
 
@@ -152,11 +152,11 @@ class Changes:
         lease.worked_ms = 0
 
     def forget_expectation(self, lease: Lease) -> None:
-        """Forget when the lease's next cell is expected."""
+        """Discard any prediction of when the lease's next cell will start."""
         lease.expectation = lease.rhythm_ms = None
 
     def set_pin(self, lease: Lease, until_ms: int) -> None:
-        """Set the time when the pin ends (0 for no pin), and charge its remaining time to the owner's pin budget. This emits no effect."""
+        """Set when the pin ends (0 for no pin), and charge the remaining time to the owner's pin budget. No effect is emitted."""
         account = self.books.accounts.of(lease)
         spent_ms = account.spent_pin_ms(self.books.policy(lease), self.now_ms) - max(
             0, lease.pinned_until_ms - self.now_ms
@@ -213,7 +213,7 @@ class Changes:
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
-        """Return a new ticket, which comes after all other tickets of the same priority or, if `first` is set, before them."""
+        """Return a new ticket. Among tickets of the same priority, it comes last or, if `first` is set, first."""
         order = self._next_order - _AHEAD_OF_ALL if first else self._next_order
         ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
@@ -230,7 +230,7 @@ class Changes:
         self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
-        """Open the gate of a resident lease, because no ticket needs its room any longer."""
+        """Open the gate of a resident lease again, because no ticket needs its room any longer."""
         self.books.set_gate(lease, closed=False)
         self.emit_granted(lease)
 
@@ -241,7 +241,7 @@ class Changes:
         lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Add the reason the ticket is waiting to the lease's history, unless the last state change already gave the same reason."""
+        """Record why the ticket is waiting in the lease's history, unless the last state change already gave the same reason."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code
@@ -253,7 +253,7 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether a swap channel is free for a suspend or resume. Channels reserved for suspends before a deadline are not counted."""
+        """Whether a swap channel is free for a suspend or resume, not counting channels reserved for suspends before a deadline."""
         return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
@@ -319,7 +319,7 @@ class Changes:
         )
 
     def ask_to_shrink(self, lease: Lease) -> bool:
-        """Ask an idle lease's kernel to free its caches, at most once before its next cell. Return whether its answer is pending."""
+        """Ask an idle lease's kernel to free its caches, at most once between cells. Return whether an answer is pending."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
             lease.shrink.is_requested = True
@@ -327,7 +327,7 @@ class Changes:
         return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
-        """Begin a suspend, which preempts the lease if it is working. Raise ValueError if there is not enough host memory."""
+        """Begin a suspend. If the lease is working, this preempts it. Raise ValueError if there is not enough host memory."""
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory; only {left_mib} MiB is left")

@@ -33,12 +33,12 @@ class DeviceEffect(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAdmitted(LeaseEffect):
-    """The request for a lease was accepted. The lease has no kernel process yet."""
+    """A request for a lease was accepted. The lease has no kernel process yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRefused(LeaseEffect):
-    """The request for a lease was refused. `sentence` says what was requested, what is available and what to do."""
+    """A request for a lease was refused. `sentence` says what was requested, what is available and what to do."""
 
     reason: str
     sentence: str
@@ -74,15 +74,15 @@ class Suspend(DeviceEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGate(LeaseEffect):
-    """The resident lease must make room once its current cell has ended. Let that cell continue, and hold back the next one.
+    """A resident lease must make room when its current cell ends. Let that cell continue, but hold back the next one.
 
-    Send `Wanted` when the kernel asks to run the next cell or, if it lacks our extension, starts it. `Granted` opens the gate again.
+    Send `Wanted` when the kernel asks to run the next cell, or starts it (if it lacks our extension). `Granted` opens the gate again.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink(LeaseEffect):
-    """Make the idle kernel free its cached device memory, because host memory is running low. Always answer with `Shrunk`."""
+    """Have an idle kernel free its cached device memory, because host memory is running low. Always answer with `Shrunk`."""
 
     generation: int
 
@@ -116,7 +116,7 @@ class Resized(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned(LeaseEffect):
-    """Until `until_ms`, the lease will not be suspended to make room or for being idle. If `until_ms` is 0, the lease is not pinned."""
+    """The lease won't be suspended to make room, or for being idle, until `until_ms`. If this is 0, the lease is no longer pinned."""
 
     until_ms: int
 
@@ -130,7 +130,7 @@ class SuspendAnnounced(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNotice(LeaseEffect):
-    """Tell the lease's user at once, in the notebook, that the device will become unavailable, or that it will stay available after all.
+    """Tell the lease's user in the notebook, right away, that the device will become unavailable, or that it will stay available after all.
 
     The arbiter also records this in the lease's history.
     """
@@ -148,7 +148,7 @@ class LookAgain(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """The pool's `revoked_ttl_ms` has passed since the seat ended. End the lease's processes. This effect repeats until they are gone."""
+    """The pool's `revoked_ttl_ms` has passed since the seat ended. End the lease's processes. This is sent again until they are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +178,13 @@ class Recorded(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketsChanged(Effect):
-    """The order, reasons or expected waits in a pool's queue have changed. Displays of waiting cells can be updated."""
+    """The order, reasons or expected waits in a pool's queue have changed, so anything shown for waiting cells can be updated."""
 
     pool: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt(Effect):
-    """Send `Tick` at this time, which replaces the time of the previous `WakeAt`. If the time is None, no tick is needed."""
+    """Send `Tick` at this time instead of the time in the previous `WakeAt`. If the time is None, no tick is needed."""
 
     at_ms: int | None

@@ -1,7 +1,7 @@
-"""Defines the events that the arbiter handles. `at_ms` is an event's time, and the arbiter has no other clock.
+"""Defines the events that the arbiter handles. Each carries its time as `at_ms`, which is the arbiter's only clock.
 
-The arbiter's clock never goes backwards. If `at_ms` is earlier than the last event's time, that time is used instead. Event logs contain
-the names of events and their fields, so these names are part of a file format.
+This clock never goes backwards: if `at_ms` is earlier than the last event's time, the arbiter uses the last event's time. Event logs
+contain the names of events and their fields, so these names are part of a file format.
 """
 
 from dataclasses import dataclass
@@ -50,11 +50,11 @@ class DeviceLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """An administrator drains a device. It admits no leases, and its idle leases are suspended. With `evict_busy`, so are its busy leases.
+    """An administrator drains a device. It admits no leases. Its idle leases are suspended, as are its busy ones if `evict_busy` is set.
 
-    If `deadline_ms` is given, the device becomes unavailable at that time (`revoke`). Before then, leases that can be saved are suspended,
-    even during a cell, and the users of other leases get a `UserNotice`. After the deadline, the drain continues as if there had been no
-    deadline. A later event replaces this one.
+    If `deadline_ms` is given, the device becomes unavailable at that time (`revoke`). Before then, all leases whose state can be saved are
+    suspended, even during a cell, and users of other leases get a `UserNotice`. After the deadline, this is treated as an ordinary drain. A
+    later event replaces this one.
     """
 
     device_id: str
@@ -64,7 +64,7 @@ class DeviceDrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUndrained(Event):
-    """The drain ends. The device admits leases again, and stays available."""
+    """A drain is over. The device admits leases again, and stays available."""
 
     device_id: str
 
@@ -80,7 +80,7 @@ class PoolConfigured(Event):
 class HostMemorySeen(Event):
     """Suspended state may use `budget_mib` of host memory in total, including the part already in use.
 
-    If more than that is in use, leases are resumed early until the rest fits.
+    If more than that is in use, leases are resumed early until what is left fits.
     """
 
     budget_mib: int
@@ -90,7 +90,7 @@ class HostMemorySeen(Event):
 class LeaseRequested(Event):
     """A new lease is requested. The answer is `LeaseAdmitted` or `LeaseRefused`.
 
-    `needs_reservation` is set for a kernel without a gate, which gets a ticket at once.
+    Set `needs_reservation` for a kernel without a gate. It gets a ticket at once.
     """
 
     spec: LeaseSpec
@@ -99,7 +99,7 @@ class LeaseRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecovered(Event):
-    """A new broker has found the real state of a lease in the ledger. The lease is never refused, even if it over-commits a device."""
+    """A new broker has found the real state of a lease from the ledger. The lease is never refused, even if it over-commits a device."""
 
     spec: LeaseSpec
     state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
@@ -132,8 +132,8 @@ class LeftBehind(LeaseEvent):
     """The kernel process has ended, but its child processes still hold memory on a device or have memory saved on the host.
 
     The lease keeps its reservation and is treated as busy until `ProcessExited` or `LeaseReleased` reports that they have ended, or
-    `Attached` reports a new kernel process. A lease with saved memory gets a ticket. `what` describes the processes. If they change, the
-    event is sent again. The event is ignored for a lease without a device or saved memory.
+    `Attached` reports a new kernel process. A lease with saved memory gets a ticket. `what` describes the processes, and the event is sent
+    again if they change. It is ignored for a lease that has neither a device nor saved memory.
     """
 
     what: str
@@ -151,8 +151,8 @@ class SeatEnded(LeaseEvent):
     """The lease's seat ended at `since_ms`, so the lease is revoked. A second event is ignored.
 
     A lease without a process ends at once. Any other lease loses its ticket, is suspended as soon as possible, even during a cell, and ends
-    when its process does. It cannot become resident until `SeatRenewed`. Once the pool's `revoked_ttl_ms` has passed since `since_ms`, the
-    effect `EndProcesses` follows.
+    when its process does. It cannot become resident until `SeatRenewed`. When the pool's `revoked_ttl_ms` has passed since `since_ms`, the
+    arbiter emits `EndProcesses`.
     """
 
     since_ms: int
@@ -184,7 +184,7 @@ class Wanted(LeaseEvent):
 class Unwanted(LeaseEvent):
     """No cell is waiting any more, because the wait was interrupted or the client is gone.
 
-    The ticket is withdrawn. A resume in progress is completed.
+    The ticket is withdrawn. A resume that has already begun still runs to completion.
     """
 
     interrupted: bool = False  # the wait was interrupted before the GPU or an answer came
@@ -192,7 +192,7 @@ class Unwanted(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyChanged(LeaseEvent):
-    """The kernel became busy or idle. `by_cell` is true if a cell is, or might be, among the messages that keep the kernel busy."""
+    """The kernel became busy or idle. `by_cell` is true if a cell is keeping it busy, or might be (rather than other messages)."""
 
     busy: bool
     by_cell: bool = True
@@ -202,8 +202,8 @@ class BusyChanged(LeaseEvent):
 class Measurement:
     """The device memory that a lease's process tree is using now, in MiB.
 
-    `util_milli` is the mean utilisation of its devices over the last period, in thousandths of a device, or None if it is unknown. It is
-    ignored unless the lease is busy.
+    `util_milli` is the mean utilisation of its devices over the last period, in thousandths of a device. It is None if unknown, and ignored
+    unless the lease is busy.
     """
 
     lease_id: str
@@ -226,7 +226,7 @@ class LeasesMeasured(Event):
 class Expected(LeaseEvent):
     """The lease's next cell is likely to start before `until_ms`.
 
-    `confidence_milli` is the sender's estimate of the probability, in thousandths.
+    `confidence_milli` is how probable the sender thinks this is, in thousandths.
     """
 
     until_ms: int
@@ -236,7 +236,7 @@ class Expected(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrunk(LeaseEvent):
-    """The answer to `Shrink`. `used_mib` is what the process tree uses without its caches, or None if they could not be freed now."""
+    """The answer to `Shrink`. `used_mib` is how much the process tree uses now, or None if its caches could not be freed."""
 
     generation: int
     used_mib: int | None = None
@@ -246,7 +246,7 @@ class Shrunk(LeaseEvent):
 class Checkpointable(LeaseEvent):
     """The broker has found out whether the lease's process can be checkpointed.
 
-    `why_not` is a sentence that explains why this will never be possible. It is empty if the process can be checkpointed.
+    If the process can never be checkpointed, `why_not` is a sentence that explains why. Otherwise, it is empty.
     """
 
     why_not: str = ""
@@ -254,9 +254,9 @@ class Checkpointable(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPressureSeen(LeaseEvent):
-    """The control group that holds the lease's saved state has run short of host memory, or has enough again if `pressed` is false.
+    """The cgroup that holds the lease's saved state is short of host memory. If `pressed` is false, it has enough again.
 
-    While the group is short of memory, the arbiter resumes the lease early if it can.
+    While the cgroup is short of memory, the arbiter resumes the lease early if it can.
     """
 
     pressed: bool
@@ -271,10 +271,10 @@ class SuspendRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequested(LeaseEvent):
-    """An administrator moves an idle, resident lease to `device_id`, or to any other device of its pool if that is None.
+    """An administrator asks to move an idle, resident lease to `device_id` or, if that is None, to any other device of its pool.
 
-    The answer is `Suspend`, after which the lease automatically resumes on its target, or `Declined` with `about` set to "move". A move
-    ends the lease's pin.
+    The answer is `Declined` with `about` set to "move", or `Suspend`, after which the lease resumes on its target without a further
+    request. A move ends the lease's pin.
     """
 
     device_id: str | None = None
@@ -282,7 +282,7 @@ class MoveRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequested(LeaseEvent):
-    """A new size is requested for an existing lease. The answer is `Declined`, or `Resized`, either at once or when there is room.
+    """A request to change the size of a lease. The answer is `Declined`, or `Resized` (either at once or when there is room).
 
     A resident lease that grows keeps its reservation until its device has room for more, and idle neighbours are suspended to make room. An
     idle lease that can be moved goes to a device with room. A new request replaces an older one that is still waiting.
@@ -328,7 +328,7 @@ class HostMemoryNeeded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFinished(LeaseEvent):
-    """The answer to `Suspend`. If its operation id or generation does not match the suspend in progress, it is only recorded."""
+    """The answer to `Suspend`. If its operation id or generation does not match the suspend in progress, it is recorded but ignored."""
 
     operation_id: int
     generation: int
@@ -354,7 +354,7 @@ class ResumeFinished(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(LeaseEvent):
-    """The answer to `LookAgain`, with the real state of a quarantined lease. If the driver failed, `state` is QUARANTINED."""
+    """The answer to `LookAgain`, with the real state of a quarantined lease, or with QUARANTINED if the driver couldn't find out."""
 
     generation: int
     state: LeaseState

@@ -1,7 +1,7 @@
 """Resumes suspended leases before a cell needs them, either because a cell is expected or because host memory is short.
 
 **Expectations.** Front ends and the kernel send signs that a cell is about to run. The rhythm of the lease's earlier cells is another sign.
-If a cell runs in time, all the signs of it are counted as right, otherwise as wrong. This is how the arbiter learns how reliable each kind
+If a cell runs in time, all signs of it count as right. If not, they count as wrong. This is how the arbiter learns how reliable each kind
 of sign is for each lease. A lease suspended on request is resumed only when a cell needs it, never because of a sign.
 
 **Early resumes** use only room and swap channels that no ticket needs. An early resume begins if no ticket is waiting in the pool, a swap
@@ -23,7 +23,7 @@ from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli,
 from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
-"""The longest a cell can remain expected after its last sign."""
+"""The longest time for which a cell remains expected after the last sign of it."""
 _HOUR_MS = 3_600_000
 _SIGNS = {
     Sign.FOCUS: "its notebook came to the front",
@@ -63,14 +63,14 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether signs of a cell matter. They don't if a cell is running or waiting, or if they may not resume the lease."""
+        """Return whether to act on signs of a cell. They are ignored if a cell is running or waiting, or if they may not cause a resume."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
         return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
-        """Record that one of the lease's cells is running or asking to run, so an early suspend or resume for it was not wasted."""
+        """Record that the prediction was right: a cell is running or waiting to run, so any early suspend or resume was worthwhile."""
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
@@ -90,7 +90,7 @@ class Expectations:
                 self.seen(lease, Sign.RHYTHM, rhythm.until_ms, rhythm.chance_milli)
 
     def await_rhythm(self, lease: Lease) -> None:
-        """Predict when the lease's next cell becomes likely, based on its own rhythm."""
+        """Predict when the lease's next cell becomes likely, based on the rhythm of its earlier ones."""
         if lease.state is not LeaseState.SUSPENDED or self._books.policy(lease).foresight is Foresight.OFF:
             return
         rhythm = self._books.forecasts.rhythm(lease.lease_id, self._changes.now_ms)
@@ -178,7 +178,7 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
 
 
 def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
-    """Return the idle leases to suspend on the device, or None if suspending them isn't necessary, wouldn't be enough or isn't allowed."""
+    """Return the idle leases to suspend on the device. Return None if suspending them is unnecessary, not enough or not allowed."""
     short_mib = lease.need_mib - capacity.total_mib(device_id)
     if short_mib <= 0:
         return None  # leases that are already leaving free enough, so the resume follows later
@@ -191,7 +191,7 @@ def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) 
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` must stay on its device rather than make room for `lease`. The two may belong to different pools."""
+    """Return whether `other` must not be suspended to make room for `lease`. The two may belong to different pools."""
     pool = books.policy(other)
     if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
         return True
@@ -199,13 +199,13 @@ def _stays(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` is expected to run a cell by the latest time at which `lease` is expected to run one."""
+    """Return whether `other` is expected to run its next cell before the time by which `lease` should have run one."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     return is_expected(books, other) or books.now_ms + next_cell_in_ms(books, other) <= until_ms
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return the expected cost of suspending `victim`: its swap time in ms times the chance, in thousandths, of it running a cell first."""
+    """Return the expected cost of suspending `victim`: its swap time in ms, times the chance (in thousandths) that it runs a cell first."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)

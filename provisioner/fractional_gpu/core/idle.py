@@ -32,7 +32,7 @@ _LOST_COUNTS = 10
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """Return when to suspend an idle lease even if no ticket needs its room, or None if it should not or cannot be suspended."""
+    """Return when to suspend an idle lease even if no ticket needs its room. Return None if it should not or cannot be suspended."""
     if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
@@ -107,7 +107,7 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how many ms after its last activity the lease should be suspended, or None if keeping its room costs nothing."""
+    """Return how many ms after its last activity the lease should be suspended. Return None if keeping its room costs nothing."""
     # The result is cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
@@ -116,7 +116,7 @@ def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return for how many ms holding the lease's room costs less than a resume. Prices are in millionths of the currency per hour."""
+    """Return how many ms the lease's room can be held for the price of one resume. Prices are in millionths of the currency per hour."""
     wait = pool.wait_price_milli * 1000
     lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost
@@ -128,12 +128,12 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Record on the ticket how long saving this idle lease to make room for it is expected to take. Call this before the lease is saved."""
+    """Add the expected time for saving this idle lease to the ticket that needs its room. Call this before the lease is saved."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn how long idle leases in its way delayed `lease`. Call this when it gets room. If it had no ticket, there was no delay."""
+    """Learn what holding room costs from how long idle leases delayed `lease` (0 without a ticket). Call this when it gets room."""
     pool = lease.spec.pool
     # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

@@ -16,7 +16,7 @@ class InvariantError(AssertionError):
 
 
 def check_devices(books: Books, device_ids: set[str]) -> None:
-    """Check the devices on which an event granted room. Raise InvariantError if a device is over-committed."""
+    """Check the devices on which an event granted room. Raise InvariantError if any of them is over-committed."""
     for device_id in device_ids:
         device = books.devices[device_id]
         if device.free_mib < 0:

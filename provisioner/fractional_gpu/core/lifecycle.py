@@ -52,7 +52,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True, urgent=urgent)
 
     def file_parked(self) -> None:
-        """File tickets for parked leases in the order they were parked, as far as their owners' limits allow."""
+        """File tickets for as many parked leases as their owners' limits allow, in the order the leases were parked."""
         if not self._books.parked:
             return
         taken_mib = self._taken_mib()
@@ -68,7 +68,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True)
 
     def _taken_mib(self) -> dict[tuple[str, str], int]:
-        """Return the memory held or queued for by leases without a process, in MiB, by pool and owner."""
+        """Return how much memory leases without a process hold or are queueing for, in MiB, by pool and owner."""
         taken: dict[tuple[str, str], int] = {}
         for lease in self._books.in_state(LeaseState.UNATTACHED):
             asks = lease.ticket is not None and lease.ticket.before_start
@@ -77,13 +77,13 @@ class StartReservations:
         return taken
 
     def _may_have_more(self, lease: Lease, mib: int) -> bool:
-        """Return whether this lease's owner, who already has room, may have `mib` in total for leases without a process."""
+        """Return whether this lease's owner, who already has room, may have a total of `mib` for leases without a process."""
         pool = self._books.policy(lease)
         share_mib = pool_mib(self._books, pool) * pool.unattached_share_milli // 1000
         return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Return whether another owner's ticket would find room if it weren't for leases without a process."""
+        """Return whether leases without a process are all that stops another owner's ticket from finding room."""
         starting: dict[str, int] = {}
         for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
@@ -198,7 +198,7 @@ class Lifecycle:
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """Keep the lease's room for processes that outlived its kernel, and treat the lease as busy. If it is suspended, file a ticket."""
+        """Keep the lease's room because processes have outlived its kernel, and treat it as busy. If it is suspended, file a ticket."""
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return
@@ -334,7 +334,7 @@ class Lifecycle:
             lease.suspend_requested_by = by  # `Scheduler` begins it, or declines with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Record whether the process can be checkpointed. Once that is possible again, earlier failures no longer delay a suspend."""
+        """Record whether the process can be checkpointed. Once it can be again, earlier failures no longer delay suspends."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

@@ -64,7 +64,7 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
 
 
 def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the pool does not offer this size or has no devices for it. Otherwise return None."""
+    """Return the reason for refusing this size if the pool does not offer it or has no devices for it. Otherwise return None."""
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
@@ -103,7 +103,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
 def share_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Return a refusal if a new lease (replacing `instead_of`, if given) would exceed a limit of its user, group or pool, else None."""
+    """Return a refusal if this lease would exceed a limit of its user, group or pool, otherwise None. It replaces `instead_of`, if any."""
     by_limit = _limit_refusal(books, pool, spec, instead_of)
     return by_limit or _oversubscription_refusal(books, pool, spec, instead_of)
 
@@ -161,7 +161,7 @@ def _oversubscription_refusal(
 
 
 def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if too many of the owner's leases in the pool have no process, or if too much memory is promised to them."""
+    """Return a refusal if too many of the owner's leases in the pool have no process, or if they have been promised too much memory."""
     there = [lease.spec for lease in _without_process(books, pool) if lease.spec.owner == spec.owner]
     remedy = "wait until these kernels have started, or shut down those that do not start"
     if len(there) >= pool.unattached_leases:
@@ -194,7 +194,7 @@ def _guaranteed_mib(spec: LeaseSpec) -> int:
 
 
 def pool_mib(books: Books, pool: PoolSpec) -> int:
-    """Return the total memory of the pool's devices that can be leased, in MiB."""
+    """Return how much memory on the pool's devices can be leased in total, in MiB."""
     return sum(books.devices[one].spec.leasable_mib for one in pool.devices if one in books.devices)
 
 
@@ -211,7 +211,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
 def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield a tuple for each set of limits that applies to a lease: "user" or "group", the account, and the limits."""
+    """Yield each set of limits that applies to a lease, as a tuple of "user" or "group", the account, and the limits."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -219,7 +219,7 @@ def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple
 
 
 def added_milli(books: Books, lease: Lease) -> int:
-    """Return how much the user's total on devices would grow, in milli-GPU, if the lease's ticket were served, or 0 if it isn't limited."""
+    """Return how many milli-GPU serving the lease's ticket would add to its user's total on devices. Return 0 if no limit applies."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     limits = _limits_for(books, books.policy(lease), lease.spec)
     if all(limit.resident_milli is None for _, _, limit in limits):
@@ -228,7 +228,7 @@ def added_milli(books: Books, lease: Lease) -> int:
 
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Return the reason to wait if adding `milli` to the user's total on devices would exceed a limit of the user or group, else None."""
+    """Return the reason to wait if `milli` more on devices would put the user or group over a limit. Otherwise return None."""
     for who, account, _, most in _exceeded_limits(books, lease, milli):
         return Reason(
             f"wait.{who}-limit",
@@ -240,7 +240,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return a tuple for each limit exceeded if the lease gets `milli`: "user" or "group", the account, the excess, and the limit."""
+    """Return the limits exceeded if the lease gets `milli`, as tuples of "user" or "group", the account, the excess, and the limit."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)
@@ -249,7 +249,7 @@ def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, 
 
 
 def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease, ...] | None:
-    """Return the user's or group's idle leases that must be suspended to keep the lease within its limits, or None if there are too few."""
+    """Return the user's or group's idle leases to suspend so that the lease stays within its limits. Return None if there are too few."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _exceeded_limits(books, lease, milli):
         leaving = [

@@ -60,7 +60,7 @@ class Compute(StrEnum):
 
 
 class Foresight(StrEnum):
-    """Whether a suspended lease is resumed early because its next cell is expected."""
+    """Whether suspended leases are resumed early if their next cell is expected."""
 
     OFF = "off"
     FREE = "free"  # resume early if there is room
@@ -68,7 +68,7 @@ class Foresight(StrEnum):
 
 
 class Sign(StrEnum):
-    """A sign that a cell is about to run. The arbiter learns how often each kind of sign is right. The values are part of the protocol."""
+    """A sign that a cell is about to run. The arbiter learns how reliable each kind of sign is. The values are part of the protocol."""
 
     FOCUS = "focus"  # the notebook was opened or brought to the front
     SCROLL = "scroll"
@@ -306,7 +306,7 @@ class DeviceView:
 class QueueDelay:
     """How long a pool's tickets have waited.
 
-    `over_bound` counts the tickets that have waited longer than they would if other leases had only had their fair turns.
+    `over_bound` is the number of tickets that have waited longer than other leases' fair turns can explain.
     """
 
     longest_ms: int = 0  # the longest wait

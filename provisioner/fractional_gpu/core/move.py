@@ -90,7 +90,7 @@ class Migrations:
         return True
 
     def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
-        """Return a plan to move one busy lease that holds enough memory and fits on another device, or None if there is no such lease."""
+        """Return a plan to move one busy lease that holds enough memory and fits on another device. If there is none, return None."""
         pool = self._books.policy(lease)
         if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
             return None
@@ -221,7 +221,7 @@ _MOST_FULL_DEVICES = 8  # devices without enough memory to consider per lease, l
 
 
 _Needs = dict[str, tuple[int, int]]
-"""Maps each lease to the part of a device it needs, in thousandths, and to that part multiplied by its cell's remaining time in ms."""
+"""Maps each lease to two numbers: the thousandths of a device it needs, and these multiplied by its cell's remaining time in ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class _Move:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """A sort key that is highest for the best move. It prefers low-priority leases, then large gains, then little fragmentation."""
+        """A sort key, with the best move highest. It prefers low-priority leases, then large gains, then little fragmentation."""
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
@@ -322,7 +322,7 @@ def _moves_of(books: Books, lease: Lease, needs: dict[str, _Needs]) -> Iterable[
 
 
 def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
-    """Yield the move to a device where idle leases must first be suspended, if the gain also justifies the time these suspends take."""
+    """Yield the move to a device on which idle leases must be suspended first, if the gain makes up for the time these suspends take."""
     there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
     short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
     if short_mib <= 0:
@@ -382,7 +382,7 @@ def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
 
 
 def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
-    """Return the first move of a series that would empty the device, or None if one of its leases does not fit on any fuller device."""
+    """Return the first move of a series that would empty the device. Return None if any of its leases fits on no fuller device."""
     free_mib, moves = dict[str, int](), list[tuple[Lease, str]]()
     for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
         for device_id in other_devices(books, lease):

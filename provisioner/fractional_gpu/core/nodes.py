@@ -1,4 +1,4 @@
-"""Computes how many thousandths of a device a node agent offers its engine (Slurm or Kubernetes), and when it writes this count.
+"""Computes how many thousandths of a device a node agent offers its engine (Slurm or Kubernetes), and decides when it writes this count.
 
 The engine allocates whatever part of the count is not in use according to its own records. So the count is
 
@@ -30,7 +30,7 @@ def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, lea
 def count_without_broker(
     last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
 ) -> int:
-    """Return the count while no broker answers: the last one for `patience_ms`, then what is in use, but at least `least_milli`."""
+    """Return the count while no broker answers: the last count for `patience_ms`, then what is in use. It is at least `least_milli`."""
     if last is None or silent_ms >= patience_ms:
         return max(least_milli, in_use_milli, 0)
     return max(least_milli, last, in_use_milli, 0)
@@ -82,7 +82,7 @@ def spread(number: int, bound: int) -> int:
 
 
 class Pacing(Generic[State]):
-    """Decides when a node agent writes its state, limiting the pace because hundreds of agents share one controller.
+    """Decides when a node agent writes its state. Writes are limited because hundreds of agents share one controller.
 
     An agent writes its state only if its engine (Slurm or Kubernetes) has a different one, and no sooner than `floor_ms` after its last
     attempt. A random delay of up to `jitter_ms` keeps agents that saw the same event from writing at the same time. Further changes do not
@@ -112,7 +112,7 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def due(self, now_ms: int) -> State | None:
-        """Return the state to write now, or None. The caller must then call `written` or `failed`."""
+        """Return the state to write now, or None. After writing it, the caller must call `written` or `failed`."""
         if self._due_ms is None or now_ms < self._due_ms:
             return None
         return self._wanted
@@ -127,7 +127,7 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def failed(self, now_ms: int) -> None:
-        """Record a failed write, after which it is unknown what state Slurm or Kubernetes has."""
+        """Record a failed write. Afterwards, it is unknown which state Slurm or Kubernetes has."""
         self._known, self._attempt_ms, self._due_ms = None, now_ms, None
         self._failures += 1
         self._plan(now_ms)

@@ -156,7 +156,7 @@ class OperationResults:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
     def truth_found(self, lease: Lease, event: TruthFound) -> None:
-        """Apply the actual state of a quarantined lease."""
+        """Put a quarantined lease into its actual state, now that it is known."""
         changes, state = self._changes, event.state
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
             changes.record(lease.lease_id, "answer.stale", f"it was found {state}, but another answer came first")
@@ -217,7 +217,7 @@ class OperationResults:
         self._resizer.claim_missing(lease)
 
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the state of a lease that has left its devices. Apply any size it claimed, and file a ticket if it was preempted."""
+        """Update a lease that has left its devices: change its state, apply any size it claimed, and file a ticket if it was preempted."""
         changes, ticket = self._changes, lease.ticket
         lease.retries.forget_suspends()
         claim = ticket.resize_to if ticket is not None else None

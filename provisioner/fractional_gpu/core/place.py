@@ -5,8 +5,8 @@ was saved from, or go to devices of the same kind if the pool moves leases.
 
 **Compute.** A busy lease's demand is the part of a device it needs, which the arbiter learns. Busy leases that together need more than the
 whole device slow each other down (`time_slicing`). A pool that spreads leases prefers devices where total demand, including the newcomer's,
-stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest, or if there are none, the device with the least
-excess. Compute never keeps a ticket waiting: it only affects the ranking of devices that have, or will have, enough memory.
+stays within its bound (`slowdown_bound_milli`). Among these it prefers the emptiest. If there are none, it prefers the device with the
+least excess. Compute never keeps a ticket waiting: it only affects the ranking of devices that have, or will have, enough memory.
 
 **Memory.** Among devices that rank equally for compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
 """
@@ -99,14 +99,14 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return the most that other busy leases can need of a device, in thousandths, if the newcomer is to stay within its pool's bound."""
+    """Return how many thousandths of a device other busy leases may need if the newcomer is to stay within its pool's bound."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
     """Return how busy the device would be for a newcomer, in coarse steps. Values of `FULL` or more exceed the pool's bound.
 
-    `room_milli` is the most that the neighbours can need of the device within that bound, in thousandths. Leases in `leaving` are left out.
+    `room_milli` is how many thousandths of the device neighbours may need within that bound. Leases in `leaving` are left out.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -118,14 +118,14 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
 
 def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the places with the least full devices, in the given order. `places` must not be empty."""
+    """Return the places whose devices are the least full, in the given order. `places` must not be empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
     return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
-    """Return how far the newcomer would exceed the pool's bound on the device, in coarse steps, or 0 if the pool does not spread leases."""
+    """Return how far the newcomer would exceed the pool's bound on the device, in coarse steps. If the pool packs leases, return 0."""
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
@@ -136,7 +136,7 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how long a cell that needs `want_milli` of a device takes beside other busy leases, in thousandths of its time when alone."""
+    """Return how long a cell that needs `want_milli` of a device takes next to other busy leases, in thousandths of its time alone."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 
@@ -165,13 +165,13 @@ class DeviceChoice:
     kind_of: Callable[[str], str]  # by device; a lease on several devices has all of one kind
 
     def best(self, fitting: Sequence[Place]) -> str | None:
-        """Return the best device in `fitting`, which lists the devices the lease fits on, or None if `fitting` is empty."""
+        """Return the best device in `fitting`, the devices the lease fits on. Return None if there are none."""
         if len(fitting) < 2:
             return fitting[0][0] if fitting else None
         return min(fitting, key=self.rank)[0]
 
     def best_set(self, fitting: Iterable[Place], count: int) -> tuple[str, ...] | None:
-        """Return the best `count` devices of one kind among those the lease fits on, or None if no kind has that many."""
+        """Return the best `count` devices of one kind among the devices the lease fits on. Return None if no kind has that many."""
         by_kind: dict[str, list[Place]] = {}
         for place in fitting:
             by_kind.setdefault(self.kind_of(place[0]), []).append(place)

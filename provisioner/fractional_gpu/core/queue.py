@@ -1,7 +1,7 @@
 """Makes one pass over the queue, in which each ticket that is waiting for room is visited once, in order, and served if possible.
 
 `Turns` defines the order, and `QueuePass._visit` the cases. If a ticket wouldn't fit even after every lease that can leave has left, it
-waits, and nothing is suspended for it (law 3). A ticket is passed over at most K times (`max_passed_over`). Then room is kept (law 4).
+waits, and nothing is suspended for it (law 3). Once a ticket has been passed over K times (`max_passed_over`), room is kept for it (law 4).
 
 **Patience.** Virtual time alone does not bound a wait, because a small lease can keep using up its owner's share while a large lease of the
 same owner waits forever. So a ticket becomes due once it has waited twice as long as its share justifies (`patience_ms`). A due ticket goes
@@ -62,7 +62,7 @@ def patience_ms(books: Books, lease: Lease) -> int:
 
 
 def queue_delay(books: Books, pool_name: str) -> QueueDelay:
-    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases being resumed are left out.
+    """Return how long the pool's tickets have waited, as of `books.now_ms`. Tickets of leases that are being resumed are left out.
 
     A ticket is over its bound if it has waited longer than its patience plus a turn and a swap for each lease that has or wants a device in
     the pool. Only pools that share by virtual time have a bound.
@@ -185,7 +185,7 @@ class QueuePass:
     def _mark_due_by_wait(self) -> None:
         """Mark tickets that have waited too long for their share as due, in pools that share by virtual time.
 
-        Room is also kept for these tickets. Otherwise neighbours might leave and come back one by one, without ever all being gone at once.
+        Room is kept for them, too. Otherwise neighbours might leave and return in turn, so that the device is never free of them all.
         """
         books = self._books
         for lease in self._line:
@@ -204,7 +204,7 @@ class QueuePass:
     # -- one ticket ------------------------------------------------------------------------------------------------------
 
     def _visit(self, lease: Lease, ticket: Ticket) -> bool:
-        """Serve one ticket as far as possible. Return whether the order of the tickets behind it has changed.
+        """Serve one ticket, or do what can be done for it now. Return whether the order of the tickets behind it has changed.
 
         The first of these cases that applies is used:
 
@@ -266,7 +266,7 @@ class QueuePass:
         return False
 
     def _competes_as(self, lease: Lease, milli: int) -> tuple[object, ...]:
-        """Return the properties of a ticket, apart from its need and its devices, that determine which leases may leave for it."""
+        """Return the properties of a ticket, besides its need and its devices, that determine which leases may leave for it."""
         if lease.is_growing or lease.count > 1:  # new leases get several devices of one kind, saved ones their own
             return (lease.lease_id,)
         by_owner = milli or self._books.shares_by_time(lease)
@@ -296,7 +296,7 @@ class QueuePass:
         return False
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
-        """Serve a ticket that fits, or keep its room until a swap channel is free. Return whether the order of later tickets changes."""
+        """Serve a ticket that fits, or keep room for it until a swap channel is free. Return whether the order of later tickets changes."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
                 self.capacity.keep(lease, device_id, lease.ask_mib)
@@ -347,7 +347,7 @@ class QueuePass:
             self._begin_suspend(victim, lease, mine if victim in own else _suspend_reason(victim, lease))
 
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
-        """Promise the ticket the room its plan frees, and begin as many of the plan's suspends and moves as swap channels allow."""
+        """Promise the ticket the room its plan will free, and begin as many of the plan's suspends and moves as swap channels allow."""
         self._plans += 1
         self.capacity.promise(lease, plan, lease.ask_mib)
         if lease.is_growing:
@@ -410,7 +410,7 @@ class QueuePass:
             self._set_wait(lease, ticket, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(dict.fromkeys(blockers))))
 
     def _keep_room(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a ticket on the devices it needs, plus one more each time it is passed over another `max_passed_over` times."""
+        """Keep room for a ticket on as many devices as it needs, plus one for each further `max_passed_over` times it is passed over."""
         most = self._books.policy(lease).max_passed_over
         number = lease.count + max(0, ticket.passed_over - most) // max(1, most)
         ticket.kept_on = self.capacity.devices_to_keep(lease, devices, lease.ask_mib, number)
@@ -462,7 +462,7 @@ class QueuePass:
                 self._closes.append(victim)
 
     def _choose_openings(self) -> None:
-        """Choose which gates to open: those no ticket needs closed any more, and those that have been closed for too long."""
+        """Choose which gates to open: the ones no ticket needs closed any longer, and the ones that have been closed for too long."""
         if not self._changes.channel_free:
             return  # without a swap channel the pass made no complete plan, so the gates stay as they are until a swap ends
         for lease in self._books.gates_closed:
@@ -496,7 +496,7 @@ class QueuePass:
         self._changes.record_wait_reason(lease, wait)
 
     def _explain(self, lease: Lease, ticket: Ticket) -> None:
-        """Record a new wait reason in the lease's history. Waits for a swap channel are omitted, as they come and go with every swap."""
+        """If the wait reason has changed, record it in the lease's history. Waits for a swap channel are too frequent to record."""
         code = wait_code(self._books, lease, ticket)
         if code != ticket.reason and (ticket.wait is not _CHANNEL_IN_USE or ticket.reason == "wait.new"):
             self._changes.record_wait_reason(lease, wait_reason(self._books, lease, ticket))

@@ -1,4 +1,4 @@
-"""Forecasts how long tickets will wait by simulating the queue, and learns from completed waits, cells and swaps.
+"""Simulates the queue to forecast how long tickets will wait, and learns from completed waits, cells and swaps.
 
 **The simulation.** Each device has free memory, and each lease on it frees its memory at some point: an idle lease once it can be
 suspended, a busy lease when its cell is expected to end or can be preempted, and a suspending lease when it is saved. Tickets that have
@@ -56,7 +56,7 @@ class _QueueSimulation:
         self.channels = sorted([*[0] * (parallel_swaps - len(left)), *left])[:parallel_swaps]
 
     def serve_all(self, line: Sequence[Lease]) -> list[WaitSpan | None]:
-        """Serve the tickets and return their waits. Unknown waits are None."""
+        """Serve the tickets in the simulation, and return their waits. A wait is None if it is unknown."""
         found: dict[str, WaitSpan | None] = {}
         for patient in (False, True):
             for lease in line:
@@ -105,7 +105,7 @@ class _QueueSimulation:
         return most[: max(MOST_DEVICES, lease.count)]
 
     def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_FreedMemory] | None:
-        """Return the leases that can soonest make enough room on the device, or None if there will never be enough."""
+        """Return the memory to free so that there is enough room on the device as soon as possible. Return None if there never will be."""
         room_mib, taken = self._free_mib[device_id], list[_FreedMemory]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
@@ -138,7 +138,7 @@ class _QueueSimulation:
                 yield _FreedMemory(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
 
     def _gives_back_ms(self, lease: Lease, beneficiary: Lease) -> int | None:
-        """Return how many ms from now the lease can free its memory, or None if it never can or the time is unknown."""
+        """Return how many ms from now the lease can free its memory. Return None if it never can, or if the time is unknown."""
         books, forecasts = self._books, self._forecasts
         if lease.state is LeaseState.SUSPENDING:
             return self._swap_left_ms(lease)
@@ -171,7 +171,7 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the ticket's wait can be forecast. It can't in quarantine, at a limit, or if the kernel must start first."""
+    """Return whether the ticket's wait can be forecast. It has no forecast in quarantine, at a limit, or if the kernel must start first."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False
@@ -197,7 +197,7 @@ class ForecastRecorder:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return the remaining wait of the lease's ticket, or None if it has no ticket or the wait cannot be forecast."""
+        """Return the remaining wait of the lease's ticket. Return None if it has no ticket, or if the wait cannot be forecast."""
         if lease.ticket is None:
             return None
         pool = lease.spec.pool
@@ -219,7 +219,7 @@ class ForecastRecorder:
         return _QueueSimulation(self._books, self.forecasts, self._parallel_swaps)
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how much longer the lease's next cell is held back for other leases, or None if no cell is held back."""
+        """Return how much longer the lease's next cell will be held back for other leases. Return None if no cell is held back."""
         if lease.gate.ticket is None:
             return None
         opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
@@ -238,13 +238,13 @@ class ForecastRecorder:
         self._filed.append(lease)
 
     def ticket_ended(self, lease: Lease, *, given_up: bool = False) -> None:
-        """Learn from the wait of a ticket that was served or withdrawn."""
+        """Update the forecasts with how long a ticket actually waited until it was served or withdrawn."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms, given_up=given_up)
 
     def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
-        """Learn from a successful suspend or resume."""
+        """Update the forecasts with how long a successful suspend or resume took."""
         device_id = lease.home_id if kind == SUSPEND else lease.device_id
         if device_id in self._books.devices and mib > 0:
             self.forecasts.swap_finished(kind, _device_name(self._books, device_id), mib, took_ms)
@@ -272,7 +272,7 @@ class ForecastRecorder:
         self.forecasts.forget(lease.lease_id)
 
     def run_deferred_work(self) -> None:
-        """Forecast the waits and slowdowns that began with the last event."""
+        """Forecast the waits of tickets filed and the slowdowns of cells started in the last event."""
         for lease in self._filed:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.wait_of(lease)
@@ -282,7 +282,7 @@ class ForecastRecorder:
         self._beginning.clear()
 
     def _forecast_slowdown(self, lease: Lease) -> None:
-        """Forecast how much neighbours will slow down a new cell, unless it uses several devices."""
+        """Forecast how much neighbours will slow down a new cell. Cells that use several devices get no forecast."""
         device = self._books.devices.get(lease.device_id or "")
         if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
             return
@@ -307,7 +307,7 @@ _SLACK_MS = 1_000  # forecasts are shown in seconds, and can be a second old
 
 
 def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
-    """Return the forecast to show now, and store its upper bound. `worked_out` is the remaining wait according to the simulation."""
+    """Return the forecast to show now, and remember its upper bound. `worked_out` is the remaining wait according to the simulation."""
     resumes = lease.state is LeaseState.RESUMING
     since_ms = lease.since_ms if resumes else ticket.asked_ms
     promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)

@@ -28,7 +28,7 @@ _UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.Q
 class Resizer:
     """Changes the sizes of leases.
 
-    The ticket of a lease that is waiting to grow has `resize_to` set. This is the lease's own spec if its reservation follows its use.
+    While a lease waits to grow, its ticket's `resize_to` is the requested spec, or the lease's own spec if only its reservation grows.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -207,7 +207,7 @@ _WHAT_FOLLOWS = {
 
 @dataclass(slots=True, eq=False)
 class _Excess:
-    """A lease that is using more memory than its cap, and when this began."""
+    """A lease that is using more memory than its cap, and since when."""
 
     lease: Lease
     since_ms: int
@@ -245,7 +245,7 @@ class MemoryCaps:
         return due
 
     def due_ms(self) -> int | None:
-        """Return when the next grace period or pause after a failed suspend ends, or None if neither is pending."""
+        """Return when the next grace period, or pause after a failed suspend, ends. Return None if neither is pending."""
         times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
         times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)

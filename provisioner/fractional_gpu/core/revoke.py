@@ -50,7 +50,7 @@ def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: in
 
 
 def undrain(books: Books, device_id: str) -> None:
-    """Let leases use the device again."""
+    """Stop draining a device, so that leases can use it again."""
     device = books.devices.get(device_id)
     if device is not None:
         device.draining, device.evict_busy, device.deadline_ms = False, False, None
@@ -171,7 +171,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for saving leases: the order of leases on each swap channel, their latest start times, and the leases that will be lost."""
+    """A plan for saving leases: their order on each swap channel, their latest start times, and the leases that will be lost."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Plan:
 
 
 MARGIN_MS = 500
-"""The slack left before each deadline, so that the report of a finished suspend arrives in time."""
+"""The margin left before each deadline, so that the report of a finished suspend arrives in time."""
 
 LEAST_RETRY_MS = 250
 """The shortest pause between a failed suspend and the next attempt."""
@@ -302,12 +302,12 @@ class Salvage:
         return None
 
     def _evicts(self, lease: Lease) -> bool:
-        """Return whether an administrator asked to empty one of the lease's devices without waiting for cells to end."""
+        """Return whether an administrator asked for one of the lease's devices to be emptied without waiting for cells to end."""
         devices = self._books.devices
         return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
-        """Keep a swap channel free if another suspend or resume on it could make its next planned suspend late."""
+        """Keep a swap channel free if another suspend or resume there could delay the channel's next planned suspend too long."""
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
@@ -322,7 +322,7 @@ class Salvage:
                 self._books.recheck_at(keep_from_ms)
 
     def _tell_users(self, plan: Plan, leases: dict[str, Lease]) -> None:
-        """Tell each user once if the kernel's state cannot be saved in time, or if its cell will be paused."""
+        """Notify each user once if a kernel's state cannot be saved in time, or if its cell may be paused."""
         saved = {one.lease_id for one in plan.saved}
         for lease in leases.values():
             left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))
@@ -370,7 +370,7 @@ class Salvage:
         self._changes.record(lease.lease_id, reason, sentence)
 
     def _withdraw_notices(self, leases: dict[str, Lease]) -> None:
-        """Tell users if their device stays available after all, and forget leases that have left their device."""
+        """Notify users if their device stays available after all, and forget notices about leases that have left their device."""
         for lease_id in [one for one in self._told if one not in leases]:
             lease = self._books.leases.get(lease_id)
             if lease is not None and lease.state is LeaseState.SUSPENDING:
@@ -455,7 +455,7 @@ def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate
 
 
 def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set of leases that can be saved in time, with time measured in slots.
+    """Return the most valuable set of leases that can be saved in time, with time divided into slots.
 
     `best[t]` is the highest value of leases that fill exactly t slots, or -1 if no leases do.
     """
@@ -500,7 +500,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add candidates left out so far, if time and host memory allow. Those with the highest value per ms come first."""
+    """Add candidates that have been left out, if time and host memory allow. Candidates with the highest value per ms come first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):

@@ -1,6 +1,6 @@
 """Serves as many waiting leases as it can after each event.
 
-Each run takes the following steps in order. They all share the swap channels.
+Each run takes the following steps in order. All steps share the swap channels.
 
 1. End leases whose time is up.
 2. Save leases before their devices become unavailable.
@@ -94,7 +94,7 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when `serve` should run next if no event (such as the end of an operation) comes first, or None if it needn't."""
+        """Return when `serve` should run next, unless an event comes first, such as the end of an operation. Return None if it needn't."""
         due = (self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 

@@ -10,10 +10,10 @@ over cells is E[N; S > C] / E[N], where N is the number of active seats. The con
 that finds no room waits until another cell ends. The median GPU cell lasts two minutes (in a 48-hour trace from a notebook platform). The
 model is memoryless: at any moment, half of the cells still running end within the next two minutes.
 
-If suspended kernels can move between devices, these are treated as one device of their combined size, because a cell waits only if none of
-them has room. A share that does not divide a device evenly is rounded up to one that does (3/4 becomes a whole device), because leftover
-room on several devices cannot be combined. Seats are least independent in a class where everyone runs the same cell, so a pool for classes
-should have a smaller bound.
+If suspended kernels can move between devices, the devices are treated as one device of their combined size, because a cell waits only if
+none of them has room. A share that does not divide a device evenly is rounded up to one that does (3/4 becomes a whole device), because
+leftover room on several devices cannot be combined. Seats are least independent in a class where everyone runs the same cell, so a pool for
+classes should have a smaller bound.
 
 All values are integers, such as MiB, milliseconds and millionths. The forecast does not depend on the order of the seats.
 """
@@ -33,7 +33,7 @@ _PRIOR_BUSY_MS = 30 * 60_000  # weight of the prior for memory, in busy time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A user's GPU usage: the part of the server's lifetime in which kernels are busy, and the memory they use while busy."""
+    """A user's GPU usage: the part of the server's lifetime during which kernels are busy, and how much memory they use while busy."""
 
     duty_milli: int
     active_mib: int
@@ -75,7 +75,7 @@ class _Group:
 
     @classmethod
     def of(cls, places: Sequence[SeatDevice]) -> "_Group":
-        """Return a group of devices, which must be of one kind."""
+        """Return these devices as a group. They must all be of one kind."""
         loads = [_counted(load, places) for place in places for load in place.loads]
         return cls(
             places=tuple(places),
@@ -152,7 +152,7 @@ def _millionths(active: list[int], expected_milli: int) -> int:
 
 @lru_cache(maxsize=64)
 def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> tuple[list[int], list[int]]:
-    """Return P(S = s) and E[N; S = s] (see above) for each total need s. The last bin is for S > C. Don't modify the cached lists."""
+    """Return P(S = s) and E[N; S = s] (see the module docs) for each total need s, with S > C in the last bin. Don't modify the lists."""
     chance, active = [0] * (bins + 2), [0] * (bins + 2)
     chance[0] = _WHOLE
     for load in loads:
@@ -196,8 +196,8 @@ def choose_device(
     """Return the device on which to place one more seat, and the chance, in millionths, that a cell there waits longer than the target.
 
     The fullest device that stays within the bound is chosen, to keep other devices empty for larger seats. Ties go to the first device.
-    Devices of the same kind all have the same chance, so the emptiest of them is chosen. If no device stays within the bound, the result is
-    None and the smallest chance found.
+    Devices of the same kind all have the same chance, so the emptiest of them is chosen. If no device stays within the bound, return None
+    and the smallest chance found.
     """
     forecasts = [
         (_late_chance(each.wait_chance(load), target_ms), each) for each in _groups(places) if each.takes(load)
@@ -233,7 +233,7 @@ def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDev
 
 
 def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
-    """Return the `milli`/1000 quantile of all cells' waits, in ms, if `wait_millionths` of the cells find no free memory."""
+    """Return the `milli`/1000 quantile of all cells' waits, in ms, if `wait_millionths` of every million cells find no free memory."""
     late = 1_000_000 - 1000 * milli
     if wait_millionths <= late:
         return 0

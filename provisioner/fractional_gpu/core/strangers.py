@@ -16,7 +16,7 @@ _MARGIN_PARTS = 16  # one part in this many of a device's memory stays free for 
 
 
 def yield_to_strangers(changes: Changes) -> None:
-    """Begin suspends on devices where strangers and reservations together exceed the device's memory, while swap channels are free."""
+    """Begin suspends on devices where strangers and reservations together exceed the memory. Stop when no swap channel is free."""
     for device in changes.books.devices.values():
         # `free_mib` is 0 if one lease has all of the device
         free_mib = device.lease_capacity_mib - device.sums.reserved_mib + device.mib(OccupancyKind.SUSPENDING)

@@ -58,7 +58,7 @@ def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
-    """Return whether an idle lease makes room for the beneficiary. If the lease's next cell is waiting, the beneficiary must come first."""
+    """Return whether an idle lease makes room for the beneficiary. If its own next cell is waiting, the beneficiary must rank higher."""
     place, ticket = lease.gate.ticket, beneficiary.ticket
     if place is None or ticket is None:
         return place is None
@@ -314,7 +314,7 @@ _UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that free enough memory and fit in host memory, leaving out any that aren't needed, or () if none do."""
+    """Return the first leases that fit in host memory and free enough memory, without any unneeded ones. If too few fit, return ()."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
@@ -476,7 +476,7 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return the cheapest plan to make room, the reason if only host memory is lacking, or None if there is no plan.
+        """Return the cheapest plan to make room. If only host memory is lacking, return that reason. If there is no plan, return None.
 
         The leases in `also` will leave in any case. With `between_cells`, the plan may include busy leases that yield at the end of a cell.
         """

@@ -47,8 +47,8 @@ def slowed_milli(want_milli: int, k_milli: int) -> int:
 def most_wanted_milli(use_milli: int, largest_milli: int) -> int:
     """Return an upper bound on the demand of a kernel that uses `use_milli` of a full device, if no kernel uses more than `largest_milli`.
 
-    No demand exceeds the whole device, so k is at most 1 / largest. The demand u follows from the use: u = use / (1 - use * (k - 1)). It is
-    at least the use.
+    No demand exceeds the whole device, so k is at most 1 / largest. The demand u follows from the use: u = use / (1 - use * (k - 1)). The
+    result is never less than the use.
     """
     largest_milli = max(use_milli, largest_milli, 1)
     rest = WHOLE_MILLI * largest_milli - use_milli * (WHOLE_MILLI - largest_milli)

@@ -155,7 +155,7 @@ def format_fraction(milli: int) -> str:
 
 
 def host_capacity(budget_mib: int, device_mib: int, milli: int) -> str:
-    """Describe how many suspended kernels fit in `budget_mib` of host memory if each filled `milli` thousandths of a device."""
+    """Describe how many suspended kernels fit in `budget_mib` of host memory if each one used `milli` thousandths of a device."""
     share_mib = max(1, device_mib * milli // 1000)
     number = budget_mib // share_mib
     return f"room for {number} that filled {format_fraction(milli)} of a GPU, {format_memory(share_mib)} each"

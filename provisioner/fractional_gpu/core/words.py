@@ -149,7 +149,7 @@ def _no_device_code(books: Books, lease: Lease) -> str:
 
 
 def _blockers(books: Books, holders: Sequence[Lease]) -> Sequence[Lease]:
-    """Return the leases the ticket is waiting for: first busy leases, longest-running first, then others that cannot leave now."""
+    """Return the leases the ticket is waiting for: busy leases (longest-running first), then others that cannot leave now."""
     busy = sorted((other for other in holders if other.busy), key=lambda one: (one.last_active_ms, one.number))
     return [*busy, *(other for other in holders if not other.busy and _does_not_leave(books, other))] or holders
 

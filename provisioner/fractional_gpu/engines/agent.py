@@ -3,7 +3,7 @@
 1. It asks the broker every second or two, and computes the counts from the answer (`core.nodes`).
 2. It reads the node's record periodically and before each write. It rewrites counts that differ, because `scontrol reconfigure`, a
    restarted controller or an administrator may have reset them.
-3. It limits its requests to one write per `floor_ms` and, apart from reads before writes, about one read per `look_ms`.
+3. It makes at most one write per `floor_ms`, and about one read per `look_ms`, not counting reads before writes.
 
 If the broker does not answer, the last count is kept for `patience_ms` and then drops to the amount in use. If the controller does not
 answer, the agent retries at increasing intervals. The agent never starts or ends jobs, and the counts stay in place when it exits.
@@ -180,7 +180,7 @@ class Agent:
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
-        """Return the least count to write: the pool's largest share, or 0 if the engine queues requests that exceed the counts."""
+        """Return the lowest count to write. This is the pool's largest share, or 0 if the engine queues requests that exceed the counts."""
         if not self._rules.refuses_beyond:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE

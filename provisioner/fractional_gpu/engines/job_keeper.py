@@ -1,9 +1,9 @@
-"""Does the node agent's work for Slurm jobs apart from the counts: takes missing seats, ends abandoned ones, and reports usage figures.
+"""Does the node agent's work for Slurm jobs apart from the counts: registers missing seats, ends abandoned ones, and reports usage figures.
 
 If the Prolog could not register a job's seat, the agent does so as soon as the broker answers. If Slurm reports that a job has ended but
 its Epilog did not run, the agent ends the seat. The agent writes a running job's usage figures to its AdminComment, at most once per
 `comment_ms`, and the final figures to the accounting database. The database may be down, and doesn't know right away that a job has ended,
-so the final figures may wait for up to `ended_ms`. The agent lists the node's jobs only if a seat is missing or old enough to check.
+so the final figures may be delayed by up to `ended_ms`. The agent lists the node's jobs only if a seat is missing or old enough to check.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""A Slurm job's seat on this node: the job's allocation, registered with the node's broker.
+"""Manages Slurm jobs' seats on this node. A seat is a job's allocation, registered with the node's broker.
 
 The seat folder (`/run/jupyter-gpu/seats`, owned by root, mode 0711) contains these files for job N:
 
@@ -88,7 +88,7 @@ def job_of(seat: SeatStatus) -> int | None:
 def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the pool and the milli-GPU that a job requested, or None if it requested no share.
 
-    `pools` maps each GRES (Slurm's generic resource) to its pool. Raises EngineError if a seat can't have what was requested.
+    `pools` maps each GRES (Slurm's generic resource) to its pool. Raises EngineError if one seat can't cover the request.
     """
     asked = {key: milli for key, milli in job.gres.items() if key.partition(":")[0] in pools and milli > 0}
     if not asked:
@@ -242,7 +242,7 @@ class SeatFiles:
 
     @contextmanager
     def claimed(self, job_id: int) -> Iterator[bool]:
-        """Yield whether this process may register the job's request. If so, no other process may until the block ends."""
+        """Yield whether this process may register the job's request. If so, other processes are locked out until the block exits."""
         with ExitStack() as stack:
             try:
                 descriptor = open_own(self._path(job_id, "wanted"), os.O_RDONLY)

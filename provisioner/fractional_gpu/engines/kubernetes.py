@@ -1,9 +1,9 @@
 """Talks to the Kubernetes API through `kubernetes_asyncio`. Handles requests and errors for agents and hubs, and provides a node's engine.
 
-Only the fields in `engines.pods` are parsed and checked, because the client's own models take milliseconds per pod. The agent patches only
-the *status* of the node (extended resources and an annotation), so it can neither taint nor cordon the node. It lists the pods once, then
-watches for changes made since then. If the server no longer has those changes (410), it lists the pods again. After a failure it retries
-with pauses that double up to one minute, and keeps the known pods in the meantime.
+Only the fields in `engines.pods` are parsed and checked, because building the client's own models takes milliseconds per pod. The agent
+patches only the *status* of the node (extended resources and an annotation), so it can neither taint nor cordon the node. It lists the pods
+once, then watches for changes made since then. If the server no longer has those changes (410), it lists the pods again. After a failure it
+retries with pauses that double up to one minute, and keeps the known pods in the meantime.
 """
 
 import asyncio

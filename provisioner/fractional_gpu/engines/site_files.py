@@ -58,7 +58,7 @@ class ConfigFile:
             begin = end
 
     def of_key(self, key: str) -> list[Setting]:
-        """Return all lines with this key. For a cluster-wide setting, the last line applies. For a record such as NodeName, all do."""
+        """Return all lines with this key. The last line of a cluster-wide setting applies, and all lines of a record such as NodeName."""
         of_records = bool(_RECORD.match(f"{key}="))
         return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
 

@@ -241,7 +241,7 @@ class Slurm:
         return found
 
     def conf(self) -> Path:
-        """Return the path of slurm.conf: the one in SLURM_CONF or the usual one, or if that doesn't exist, the controller's."""
+        """Return the path of slurm.conf: the one in SLURM_CONF, or else the usual one. If there is no such file, ask the controller."""
         path = Path(os.environ.get("SLURM_CONF") or _CONF)
         if not path.exists():
             with suppress(EngineError):

@@ -7,7 +7,7 @@ A broker started from a kernel, job or container can inherit variables that chan
 - `LD_PRELOAD` and `LD_AUDIT`, which preload libraries.
 
 A process also becomes an MPS client if an MPS control daemon serves the default folder. If the driver cannot connect to a daemon, it works
-without MPS, so `CUDA_MPS_PIPE_DIRECTORY` is set to a folder in /proc, where no folder can be created.
+without MPS, so `CUDA_MPS_PIPE_DIRECTORY` is set to a path in /proc, where no folder can be created.
 """
 
 from collections.abc import Mapping, MutableMapping

@@ -135,11 +135,11 @@ class MemoryLimit:
 
 
 class Monitor(Protocol):
-    """Read access to devices. On healthy hardware, methods block only for milliseconds. The broker calls them outside its event loop."""
+    """Read access to devices. On healthy hardware, methods block for milliseconds at most. The broker calls them outside its event loop."""
 
     @property
     def kind(self) -> str:
-        """The kind of device: `simulated`, `nvidia`, or one added by another package. Reports flag `simulated` devices."""
+        """The kind of device: `simulated`, `nvidia`, or one added by another package. Reports mark `simulated` devices as such."""
 
     def devices(self) -> list[DeviceInfo]:
         """Return all devices; the list can be empty. Raises GPUError."""

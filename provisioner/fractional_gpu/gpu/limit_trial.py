@@ -1,4 +1,4 @@
-"""Tests whether the driver enforces a control group's memory limit on a device, by trying out a limit on a child process.
+"""Tests whether the driver enforces a control group's memory limit on a device, by setting a limit for a child process.
 
 The child runs in a separate control group below the broker's. It must be able to allocate memory up to the limit, but not beyond it.
 """
@@ -19,7 +19,7 @@ from fractional_gpu.host.own_group import group_of_self
 async def try_memory_limit(
     worker: WorkerLink, monitor: Monitor, device_id: str, device_mib: int, *, exempt_pids: set[int] | None = None
 ) -> LimitTrial:
-    """Try out a limit. This takes several seconds. Cancellation kills the child and removes its group along with the limit."""
+    """Run the test, which takes several seconds. Cancellation kills the child and removes its control group and the limit."""
     try:
         with _group() as (group, folder):
             await worker.set_limit(device_id, group, device_mib)

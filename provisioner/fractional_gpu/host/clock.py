@@ -32,7 +32,7 @@ class WallClock:
         return (self._wall_ns() - self._steady_ns()) // 1000
 
     def stepped_us(self) -> int:
-        """Return how far the wall clock has been set forward (negative: back) since the last call, or 0 for less than 0.1 s."""
+        """Return how far the wall clock was set forward since the last call (negative if set back). Changes below 0.1 s return 0."""
         offset_us = self.offset_us()
         step_us = offset_us - self._offset_us
         if abs(step_us) < _STEP_US:

@@ -1,8 +1,8 @@
 """Finds where control group hierarchies are mounted and which paths their groups have on the host, even inside a control group namespace.
 
 In such a namespace, a container sees each level above its own group as `/..`. For example, another pod's group is `/../../podUID/...`. The
-levels in between have no names. So we search the whole hierarchy (a host path that is mounted here) once for our own group's folder, by its
-inode. Its path tells us every other group's path on the host.
+names of the levels above are hidden. If the whole hierarchy is mounted here as well, we search it once for the folder with our own group's
+inode. From that folder's path, we can work out every other group's path on the host.
 """
 
 from functools import cache
@@ -73,7 +73,7 @@ def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPa
 
 
 def absolute(path: PurePosixPath, own: PurePosixPath) -> PurePosixPath:
-    """Return the path that a group has on the host if processes in the group `own` see it as `path`."""
+    """Return the host path of the group that processes in the group `own` see as `path`."""
     names = path.parts[1:]
     ups = next((number for number, name in enumerate(names) if name != ".."), len(names))
     above = [own, *own.parents, *[ROOT] * ups][ups]

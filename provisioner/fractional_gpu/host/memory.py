@@ -296,7 +296,7 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 
 def kill_count(counter: Path) -> int:
-    """Return how many processes the out-of-memory killer has killed, or 0 if Linux does not count them. Raises OSError or ValueError."""
+    """Return the number of out-of-memory kills recorded in the file, or 0 if Linux doesn't count them. Raises OSError or ValueError."""
     return _counted(counter, "oom_kill")
 
 

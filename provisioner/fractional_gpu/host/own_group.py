@@ -1,4 +1,4 @@
-"""Finds a control group that only one user's or seat's processes are in: a unit, a container, a user's slice, a job or a pod.
+"""Finds a control group that contains only one user's or seat's processes: a unit, a container, a user's slice, a job or a pod.
 
 Only cgroup v2 groups are considered, because the driver's memory limits do not work with others.
 """
@@ -25,7 +25,7 @@ class OwnGroup:
 
 
 def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
-    """Return the path that the process's cgroup v2 group has on the host, or None. Raises ProcessLookupError or OSError."""
+    """Return the host path of the process's cgroup (v2), or None. Raises ProcessLookupError or OSError."""
     lines = (line.split(":", 2) for line in lines_of(read_of(pid, "cgroup", proc=proc)))
     path = next((parts[2] for parts in lines if parts[0] == "0"), None)
     mount = next((one for one in mounts(proc=proc) if one.version == 2), None)
@@ -35,9 +35,9 @@ def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
 
 
 def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
-    """Return the group that only the user's or seat's processes are in, or None if there is none. Blocks.
+    """Return the group that contains only the user's or seat's processes, or None if there is none. Blocks.
 
-    If other users' kernels appear in the group later, it turns out to be shared (see `HardCaps`).
+    The group may still turn out to be shared, if other users' kernels appear in it later (see `HardCaps`).
     """
     try:
         leaf = group_of(pid, proc=proc)
@@ -69,6 +69,6 @@ def own_path(pid: int, uid: int) -> str:
 
 
 def group_of_self(*, proc: Path = PROC) -> PurePosixPath | None:
-    """Return the path that this process's own cgroup v2 group has on the host, or None. Raises OSError."""
+    """Return the host path of this process's own cgroup (v2), or None. Raises OSError."""
     own = (proc / "self").readlink()
     return group_of(int(own.name), proc=proc)

@@ -352,9 +352,9 @@ class Snapshot:
         """Return the tree's processes, oldest first. If `root` is None, the tree starts from processes with `marker` and those in `also`.
 
         If the root has exited, another process might have its pid. Therefore, marked processes and members of the root's session are
-        included only if they belong to `uid`, or to the live root's user if `uid` is None. `apart` lists the roots of other trees, which
-        are left out along with all processes that are only below them. `also` lists processes seen in this tree before, which are always
-        included.
+        included only if they belong to `uid`, or to the live root's user if `uid` is None. `apart` lists the roots of other trees. They are
+        left out, along with any descendants that aren't part of this tree in another way. `also` lists processes seen in this tree before,
+        which are always included.
         """
         if root is not None and root.boot_id != self._boot:
             return []
@@ -392,7 +392,7 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
 
 
 def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Take a snapshot of all processes, with the variable `marker_name` of those owned by `uids` (None for all). Blocks. Raises OSError."""
+    """Take a snapshot of all processes. Read the variable `marker_name` of those owned by `uids` (None for all). Blocks. Raises OSError."""
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
     # Every suspend and resume waits for this, so create no objects for paths and files, and read each file only once.

@@ -116,7 +116,7 @@ def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None 
 
 
 def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
-    """If no broker is running, start one in a thread, to shorten the wait in `take_lease`, which also reports any failure."""
+    """If no broker is running, start one in a thread. This shortens the wait in `take_lease`, which also reports any failure."""
 
     def start() -> None:
         with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
@@ -256,7 +256,7 @@ def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str],
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the lease's variables. They replace any variables of a lease the server itself runs under."""
+    """Return the environment with the lease's variables, replacing those of any lease the server itself runs under."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):

@@ -3,7 +3,7 @@
     c.ServerApp.kernel_manager_class = "fractional_gpu.KeepingKernelManager"
     c.SessionManager.database_filepath = "/home/me/.local/share/jupyter/sessions.sqlite"   # so that notebooks find their kernels
 
-Only our provisioner's kernels are kept. A kernel does end if its user shuts it down, or if its server died while starting it. A server
+Only our provisioner's kernels are kept. A kernel still stops if its user shuts it down, or if its server died while starting it. A server
 takes over kernels left by servers with the same root folder, unless another server already has them. Whatever stops the server must not
 kill its child processes (in systemd, set `KillMode=process`).
 """

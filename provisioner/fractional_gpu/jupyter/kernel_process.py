@@ -153,7 +153,7 @@ class KernelPorts:
         self._keep(name, port, held)
 
     def _hold_again(self, manager: _Manager, name: str, port: int) -> None:
-        """Hold the previous port. If another process has taken it, choose a new port, unless clients know the old one."""
+        """Hold the previous port again. If another process has taken it, choose a new one, unless clients already know the old port."""
         try:
             held = _bound(manager.ip, port)
         except OSError as error:

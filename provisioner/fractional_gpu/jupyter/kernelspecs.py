@@ -68,7 +68,7 @@ class InstalledSpec:
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
-    """Return the kernelspec's name. Jupyter ignores case in names. Raises BadRequestError."""
+    """Return the kernelspec's name, in lower case because Jupyter ignores case. Raises BadRequestError."""
     if isinstance(fraction_milli, bool) or not isinstance(fraction_milli, int) or not 1 <= fraction_milli <= 1000:
         raise BadRequestError(f"fraction {fraction_milli!r} is out of range; expected 1 to 1000 thousandths of a GPU")
     name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{fraction_milli}"
@@ -132,7 +132,7 @@ def install(
 
 
 def list_installed(directory: str | None = None) -> list[InstalledSpec]:
-    """Return our kernelspecs in the directory, or everywhere Jupyter looks, including shadowed ones."""
+    """Return our kernelspecs in `directory` (by default, everywhere Jupyter looks), including shadowed ones."""
     # Like Jupyter, `os.path` ignores a folder that this user may not enter. `Path` raises an error in some Python versions.
     looked_at = [place for place in jupyter_path("kernels") if os.path.isdir(place)]  # noqa: PTH112 - as above
     places = [Path(place).absolute() for place in ([directory] if directory is not None else looked_at)]

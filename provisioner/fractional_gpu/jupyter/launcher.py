@@ -1,10 +1,10 @@
-"""Obtains a GPU lease and then runs a kernel's command with it. This is for programs that ignore kernel provisioners, such as VS Code.
+"""Gets a GPU lease and runs a kernel's command with it. For programs that ignore kernel provisioners, such as VS Code.
 
 python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
 
-The process *becomes* the kernel, so that its parent can signal it, wait for it and get its exit code. This takes two execs, because the
-broker attaches a process only if the lease's id is in its environment, and only an exec can put it there. The broker ends the lease when
-the process exits. If no lease is available, the kernel is not started: the command prints one sentence to stderr and exits with code 1.
+The process *becomes* the kernel, so that its parent can signal it, wait for it and get its exit code. This takes two execs: the broker
+attaches a process only if the lease's id is in its environment, and only an exec can put it there. The broker ends the lease when the
+process exits. If no lease is available, the kernel is not started: the command prints one sentence to stderr and exits with code 1.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""MCP tools for AI agents. They are thin wrappers around the broker's client, and jupyter-server-mcp finds them through entry points.
+"""MCP tools for AI agents. They are thin wrappers around the broker's client. jupyter-server-mcp finds them through entry points.
 
 Tools take memory in MiB and times in seconds. When a tool fails, it raises an error whose text is JSON with `code`, `reason`, and a
 `message` that says what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all tools and the error codes. The tools act as
@@ -77,7 +77,7 @@ def tool(
 
 
 def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awaitable[Answer]]:
-    """Make a blocking tool run in its own thread. The server has few threads, and must not wait for this one to finish when it exits."""
+    """Make a blocking tool run in its own thread, because the server has few threads and must not wait for this one when it exits."""
 
     @wraps(function)
     async def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:
@@ -88,7 +88,7 @@ def waiting(function: Callable[_Arguments, Answer]) -> Callable[_Arguments, Awai
 
 
 def _failure() -> type[Exception]:
-    """Return the exception class whose text servers show to agents. The text of other exceptions is hidden."""
+    """Return the one exception class that lets servers show an error's text to agents."""
     from fastmcp.exceptions import ToolError  # noqa: PLC0415 - only servers for agents have this package
 
     kind: type[Exception] = ToolError
@@ -222,7 +222,7 @@ def _schema(answer: type[msgspec.Struct]) -> Answer:
 
 
 def schemas() -> Answer:
-    """Return the interface agents rely on: the JSON schema of each tool's answer, and the error codes."""
+    """Return what agents rely on: the JSON schema of each tool's answer, and the error codes."""
     return {
         "version": 1,
         "tools": {name: _schema(answer) for name, (_, answer, _) in TOOLS.items()},

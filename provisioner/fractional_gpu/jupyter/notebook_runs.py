@@ -10,7 +10,7 @@ from fractional_gpu.client.discovery import socket_path
 def wait_before_cells(notebook_client: Any) -> None:  # noqa: ANN401 - nbclient's NotebookClient, which not everybody installs
     """Make an nbclient client wait for the GPU before it sends a cell, so that the wait does not count towards the cell's `timeout`.
 
-    Each wait lasts up to an hour, or until `async_execute` is cancelled. Cells with `%%cpu` and kernels without a lease do not wait. Any
+    Each wait lasts up to an hour, unless `async_execute` is cancelled. There is no wait for `%%cpu` cells or kernels without a lease. Any
     existing `on_cell_execute` hook is called first. The new hook raises the protocol's errors, such as ConflictError if the GPU is refused.
     """
     earlier = notebook_client.on_cell_execute

@@ -16,7 +16,7 @@ class FractionalGPUEngine(NBClientEngine):  # type: ignore[misc] # not installed
         wait_before_cells(waits)
 
         class Known(AsyncKernelManager):
-            """A kernel manager that registers itself with the hook, since papermill does not pass it to the hook."""
+            """A kernel manager that registers itself for the hook, since papermill does not pass the manager to it."""
 
             def __init__(self, **options: Any) -> None:  # noqa: ANN401 - traits
                 super().__init__(**options)

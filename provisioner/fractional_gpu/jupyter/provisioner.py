@@ -3,10 +3,11 @@
 - The event loop never waits for the broker. All calls to the broker run in threads (see `fractional_gpu.client.threads`).
 - If a kernel's first start fails, JupyterLab shows the one-sentence error in a dialog. A *re*start never fails because of the GPU, since
   Jupyter would then list the kernel as idle forever. Instead, the kernel starts without a GPU, and its first cell explains why.
-- The process is attached to its lease before jupyter_client starts watching it, so it is not restarted if attaching fails on a first start.
+- The process is attached to its lease before jupyter_client starts watching it, so jupyter_client does not restart it if attaching fails on
+  the first start.
 - jupyter_client may call `cleanup` twice, or never, so the broker watches for process exits itself.
-- As the default provisioner, it also starts kernels whose kernelspecs name no provisioner. If no broker is available and there is no GPU,
-  these start as they would with the local provisioner.
+- As the default provisioner, it also starts kernels whose kernelspecs name no provisioner. If there is no GPU and no broker is available,
+  these start just as they would with the local provisioner.
 """
 
 import os
@@ -112,7 +113,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """A message for servers to show, or "". It explains why the kernel has no GPU or no extension, or how its last process ended."""
+        """A message that servers show if it is not empty: why the kernel has no GPU or no extension, or how its last process ended."""
         return self._notice
 
     @property
@@ -121,7 +122,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
-        """Check the kernelspec's `config`, take or renew the lease, and set up the command and the environment for it.
+        """Check the kernelspec's `config`, take or renew the lease, and prepare the command and its environment.
 
         Raises FractionalGPUError. If this call is cancelled, a lease without a process may remain in the broker until it expires.
         """
@@ -168,7 +169,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:  # noqa: ANN401 - see above
         """Start the process and attach it to its lease. Cancelling this call kills the process.
 
-        If the broker refuses the process, a first start raises FractionalGPUError, but a restart launches the kernel without a GPU.
+        If the broker refuses the process, the first start raises FractionalGPUError, whereas a restart launches the kernel without a GPU.
         """
         lease = self._launch_lease
         if lease is not None and self._should_keep:
@@ -192,7 +193,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Register a callback for when the manager gives up on a dead kernel, since servers may forget it without calling `cleanup`."""
+        """Register a callback for when the manager gives up on a dead kernel, because servers may then never call `cleanup`."""
         await super().post_launch(**kwargs)
         if not self._has_death_callback and self.parent is not None:
             self.parent.add_restart_callback(self._stop_after_deaths, "dead")
@@ -235,12 +236,12 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("Could not resume kernel %s for its interrupt: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Record whether the process is suspended and therefore can't exit."""
+        """Record whether the process is suspended, because it then can't exit."""
         await super().shutdown_requested(restart=restart)
         self._frozen_at_shutdown = await self._is_frozen()
 
     def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
-        """Return how many seconds to allow for a shutdown: fewer if the process might block on the GPU while exiting."""
+        """Return how long to wait for a shutdown, in seconds. This is shorter if the process might block on the GPU as it exits."""
         time_s = super().get_shutdown_wait_time(recommended)
         return min(time_s, _SHUTDOWN_FROZEN_S) if self._frozen_at_shutdown else time_s
 
@@ -252,7 +253,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await super().terminate(restart=restart)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """Detach the process before a restart; otherwise, end the lease. Errors from the broker are logged, not raised."""
+        """Detach the process if a restart follows. Otherwise, end the lease. Errors from the broker are logged, not raised."""
         try:
             if not restart:
                 self._is_restart = False
@@ -285,7 +286,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Could not take over kernel %s: %s", self.kernel_id, error)
 
     def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: RecordFile) -> None:
-        """Take over a kernel left by an earlier server, along with its record. Raises ProcessGoneError."""
+        """Take over a kernel that an earlier server left running, along with its record. Raises ProcessGoneError."""
         self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
         self.connection_info = connection
         self.ports_cached = True  # the next process gets the same ports
@@ -310,7 +311,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._is_restart = True
 
     def _attach_adopted(self) -> None:
-        """Attach the adopted process for this server if a broker is running. Otherwise, this happens when the kernel next starts."""
+        """Attach the adopted process for this server. If no broker is running, this happens the next time the kernel starts."""
         lease, process = self._lease, self.process
         if lease is None or process is None:
             return
@@ -389,9 +390,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
             raise start_error(error, f"Kernel {self.kernel_spec.display_name!r}: ") from None
 
     async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
-        """Return the lease and "", or None and a sentence that explains why the kernel gets no GPU.
+        """Return the lease, or None and a sentence that explains why the kernel gets no GPU.
 
-        None with "" means that the kernel starts as an ordinary kernel.
+        The sentence is empty if there is a lease, or if the kernel should start as an ordinary kernel.
         """
         how: dict[str, Any] = {"timeout_s": self.broker_timeout, "simulate": simulate}
         try:
@@ -474,8 +475,8 @@ _classes: dict[type[FractionalGPUError], _Factory] = {}
 def start_error(error: FractionalGPUError, prefix: str = "") -> FractionalGPUError:
     """Return an error of the same class and with the same reason that is also a `tornado.web.HTTPError`. Its message begins with `prefix`.
 
-    Only an HTTPError's text reaches the browser. `POST /api/kernels` replies with its status and message, and `/api/sessions` with its
-    `str()`, which is therefore just the sentence.
+    Only an HTTPError's text reaches the browser. `POST /api/kernels` replies with its status and message. `/api/sessions` replies with its
+    `str()`, so that is just the sentence.
     """
     return _class_for(type(error))(f"{prefix}{_sentence(error)}", error.reason)
 

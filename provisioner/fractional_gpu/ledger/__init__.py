@@ -1,1 +1,1 @@
-"""The database of everything that must outlive the broker: leases and their histories, seats and usage."""
+"""The database of everything that must survive the broker: leases and their histories, seats, and usage."""

@@ -1,12 +1,12 @@
 """The broker's database: a single SQLite file with a single writer.
 
-- A write is on disk when its method returns or, inside `transaction()`, when the block ends. This requires WAL with synchronous=FULL, since
-  NORMAL would lose the last commits in a power failure. Each suspend and resume is recorded before it starts.
+- Data is on disk when a write method returns or, inside `transaction()`, when the block ends. This requires WAL with synchronous=FULL,
+  since NORMAL would lose the last commits in a power failure. Each suspend and resume is recorded before it starts.
 - Any thread may call the ledger. A mutex lets one thread in at a time and is held for the whole of a transaction. Only `metered` reads
   without the mutex, on a separate connection, because reading a year's figures takes seconds and would hold up the writes that grants
   depend on.
-- Once a lease has ended, it stays ended and its secrets are erased. Leases that never had a process are just counted, because users could
-  create any number of them.
+- Once a lease has ended, it stays ended and its secrets are erased. If it never had a process, it is only counted, because users could
+  create any number of these.
 - Every failure raises LedgerError, and the failed write or transaction is rolled back.
 """
 
@@ -64,11 +64,11 @@ _PRUNED = {
     "share_days": ("day < ?", 86_400_000),
     "advised": ("day < ?", 86_400_000),
 }
-"""Maps each table to the condition that selects its old rows, and to its unit of time in milliseconds."""
+"""Maps each table to the condition that selects its old rows, and to the unit of the times in it, in milliseconds."""
 _ACCOUNTS = frozenset({"metered", "usage"})  # the use of leases
 _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {old} LIMIT ?)"
 HISTORY_MS: Final = 90 * 86_400_000
-"""How long history is kept, including ended leases with their story lines, cells and points."""
+"""How long history is kept: ended leases with their story lines, cells and points, and so on."""
 ACCOUNTS_MS: Final = 400 * 86_400_000
 """How long usage rows are kept (long enough for a year's bills)."""
 PRUNED_AT_ONCE: Final = 5000
@@ -77,7 +77,7 @@ PRUNED_AT_ONCE: Final = 5000
 Such a transaction takes about a tenth of a second.
 """
 STORY_LINES: Final = 1000
-"""The maximum number of story lines kept per lease. Users can cause any number of them, so the oldest are dropped."""
+"""The maximum number of story lines kept per lease. The oldest are dropped, because users can cause any number of them."""
 _TRIM_STORY = """
 DELETE FROM story WHERE lease_id = :lease_id
 AND line_id <= (SELECT line_id FROM story WHERE lease_id = :lease_id ORDER BY line_id DESC LIMIT 1 OFFSET :kept)
@@ -113,7 +113,7 @@ METERED_BY = {
     "notebook": "label",
     "seated": "seated",
 }
-"""Maps public names to the columns that metered figures can be grouped by."""
+"""Maps the public names that metered figures can be grouped by to their columns."""
 _SEAT_TIMES = """
 SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
@@ -285,7 +285,7 @@ class Ledger:
                 self._write(statement, (at_ms, reason, self._document(ended), seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
-        """Return how long the pool's most recent seats lasted, in ms, most recent first. A time is 0 if the wall clock was set back."""
+        """Return how long the pool's latest seats lasted, in ms, most recent first. If the wall clock was set back, a time may be 0."""
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:
@@ -310,7 +310,7 @@ class Ledger:
     ) -> Iterator[tuple[dict[str, str | int], Usage]]:
         """Yield usage totals for the hours that begin in the period, grouped and sorted by the given columns of `METERED_BY`.
 
-        `only` maps columns to required values. Rows are read as they are consumed, from a single snapshot. Raises LedgerError.
+        `only` maps columns to required values. All rows come from one snapshot and are read as the caller iterates. Raises LedgerError.
         """
         columns = [METERED_BY[one] for one in by]
         wanted = {METERED_BY[name]: value for name, value in (only or {}).items()}
@@ -422,10 +422,10 @@ class Ledger:
             return default
 
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
-        """Delete some of the history from before `before_ms`, and some of the usage from before `accounts_before_ms`. Live leases are kept.
+        """Delete a batch of history from before `before_ms`, and of usage from before `accounts_before_ms`. Live leases are kept.
 
-        This also returns freed space to the file system. Returns True if there is more to remove. In that case, call it again after a
-        pause, so that other writes that kernels are waiting for are not held up.
+        This also returns freed space to the file system. Returns True if there is more to remove. Pause before the next call, so as not to
+        hold up other writes, which kernels may be waiting for.
         """
         with self.transaction():
             deleted = []
@@ -484,7 +484,7 @@ class Ledger:
     def _read_aside(self, statement: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Row]:
         """Yield rows from a separate connection, without the mutex.
 
-        If the file has been moved or deleted, uses the writer's connection and the mutex, because no other connection can read the file.
+        If the file has been moved or deleted, use the writer's connection and the mutex, because no other connection can read it.
         """
         with self._mutex:  # wait until the file has been put back
             self._require()

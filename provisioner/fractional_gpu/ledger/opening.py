@@ -2,7 +2,7 @@
 
 An existing file that is not an intact ledger causes an error. It is never replaced, repaired or emptied. A new ledger is built under
 another name and renamed once it is complete. A write-ahead log without a database is an error, because it means that the database was
-removed. If `<file>.whole` exists, a broker wrote it after its files had been deleted, and it becomes the ledger. Only one broker at a time
+removed. If `<file>.whole` exists, it becomes the ledger: a broker wrote it after its own files had been deleted. Only one broker at a time
 can hold the lock on `<file>.lock`. The file contains Jupyter's signing keys, so it is private (0600), in a folder that no other user may
 write to.
 """
@@ -38,7 +38,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
 
 @contextlib.contextmanager
 def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[None]:
-    """Convert OSError and SQLite errors to LedgerError. The new message consists of `wrong`, the original reason and the remedy."""
+    """Convert OSError and SQLite errors to LedgerError. The message says what is `wrong`, the original reason, and the remedy."""
     try:
         yield
     except OSError as error:
@@ -134,7 +134,7 @@ def connect_existing(path: Path, mode: str = "rw") -> sqlite3.Connection:
 
 
 def live_leases(path: Path) -> int:
-    """Check a ledger, which may be in use, and return its number of live leases. Changes nothing. Raises LedgerError."""
+    """Check a ledger, even one in use, without changing it. Return its number of live leases. Raises LedgerError."""
     with contextlib.closing(connect_existing(path, "ro")) as connection, explained(path, "cannot be read"):
         (owner,) = connection.execute("PRAGMA application_id").fetchone()
         if owner != APPLICATION_ID:

@@ -21,14 +21,14 @@ class LedgerInUseError(LedgerError):
 
 
 class RecordError(LedgerError):
-    """The file is intact, but this write conflicts with its contents (for example, the lease has ended) or cannot be stored."""
+    """The file is intact, but this write cannot be stored or contradicts its contents (for example, because the lease has ended)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """The client's description of the kernel, taken from its requests to create the lease and attach the process.
+    """The client's description of the kernel, as sent in its requests for the lease and for attaching the process.
 
-    The broker modifies this object, and a `LeaseRecord` contains a copy.
+    The broker modifies this object. A `LeaseRecord` contains a copy of it.
     """
 
     language: str = ""

@@ -22,7 +22,7 @@ def templates(package: str) -> "jinja2.Environment":
 
 
 def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the template needs
-    """Render one of our templates as a page, or as a part that other templates insert unescaped."""
+    """Render a template of this package, either as a page or as a part that other templates insert unescaped."""
     from markupsafe import Markup  # noqa: PLC0415 - as above
 
     return Markup(templates(__name__).get_template(template).render(values))  # noqa: S704 - the template escapes

@@ -20,7 +20,7 @@ class UsageQuery(Struct, frozen=True, kw_only=True):
 
     `by` is a comma-separated list of names from `USAGE_BY`. If it is empty, the report has one total per currency. `since_s` and `until_s`
     are in seconds since 1970 and select the hours that begin in this range. Names must match exactly; an empty name matches entries with no
-    name in that field, such as time when no lease held the device. `seated` selects only hub users (1) or only machine users (0), because a
+    name in that field, such as time when no lease held the device. `seated` restricts the query to hub users (1) or machine users (0). A
     hub user and a machine user with the same name are different users.
     """
 
@@ -39,8 +39,8 @@ class UsageQuery(Struct, frozen=True, kw_only=True):
 class UsageEntry(Struct, frozen=True, kw_only=True):
     """One total in a usage report.
 
-    `of` maps each name in `by` to its value. Times are strings such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`. `user` is
-    accompanied by `account`, which is `hub` or `machine`, to distinguish users with the same name. `account` is empty if there is no user.
+    `of` maps each name in `by` to its value. Times are strings such as `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`. To distinguish
+    users with the same name, `user` always comes with `account`, which is `hub` or `machine`, or empty if there is no user.
     """
 
     of: dict[str, str]
@@ -50,7 +50,7 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
-    """Usage totals, sorted by the names in `by`. For time when no lease held a device, the user, group, notebook and lease are empty."""
+    """Usage totals, sorted by the names in `by`. The user, group, notebook and lease are empty for time when no lease held a device."""
 
     by: list[str]
     since_s: int
@@ -103,8 +103,8 @@ class BudgetList(Struct, frozen=True, kw_only=True):
 class BudgetExtension(Struct, frozen=True, kw_only=True):
     """Extra budget for a user or a group.
 
-    The amount is text such as `10 GPU hours`. It is valid until `until_s` or, if that is None, until the budget resets. `account` limits it
-    to the user with that name on the hub (`hub`) or on the machine (`machine`); if it is empty, both users get the extra budget.
+    The amount is text such as `10 GPU hours`. It is valid until `until_s` or, if that is None, until the budget resets. If a hub user and a
+    machine user share the name, `account` says which one gets it: `hub`, `machine`, or both if it is empty.
     """
 
     kind: str

@@ -1,9 +1,9 @@
 """Encodes messages as JSON and decodes them. The broker is strict about requests; clients are lenient about replies.
 
 A request may contain only the fields of its message, and each value must be of exactly the right type. String lengths, nesting depth and
-the number of values are limited. Whatever the bytes, decoding either returns a message or raises BadRequestError or RequestTooLargeError.
-If a known field of a reply has the wrong type, the client raises InternalBrokerError here, because otherwise the value would crash one of
-the kernel's threads later, far from the cause.
+the number of values are limited. For any bytes whatsoever, decoding either returns a message or raises BadRequestError or
+RequestTooLargeError. If a known field of a reply has the wrong type, InternalBrokerError is raised here in the client, because otherwise
+the value would crash one of the kernel's threads later, far from the cause.
 
 Versions with the same protocol number work together: a client only sends fields that differ from their defaults, and ignores unknown
 fields.
@@ -136,7 +136,7 @@ def changed_fields(request: msgspec.Struct) -> dict[str, Any]:
 
 @cache
 def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
-    """Return each field's name and default. For a field without a default, this is NODEFAULT, which never equals a value."""
+    """Return each field's name and default. NODEFAULT stands for a missing default, and never equals a value."""
     return tuple(
         (field.name, field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory())
         for field in msgspec.structs.fields(kind)

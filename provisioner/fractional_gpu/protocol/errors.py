@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
-"""The ending of every message that tells a user to restart a kernel. It says what a restart loses."""
+"""The end of every message that tells a user to restart a kernel. It says what is lost."""
 
 
 class FractionalGPUError(Exception):
@@ -18,7 +18,7 @@ class FractionalGPUError(Exception):
 
 
 class BadRequestError(FractionalGPUError):
-    """The request is malformed or not allowed. Sending it again does not help."""
+    """The request is malformed or not allowed. Sending it again won't help."""
 
     code = "bad-request"
     status = 400
@@ -46,7 +46,7 @@ class NotFoundError(FractionalGPUError):
 
 
 class ConflictError(FractionalGPUError):
-    """The current state of the lease does not allow the request."""
+    """The lease's current state does not allow this request."""
 
     code = "conflict"
     status = 409
@@ -85,7 +85,7 @@ class InternalBrokerError(FractionalGPUError):
 
 
 class BrokerUnavailableError(FractionalGPUError):
-    """No broker is responding, and none could be started. Clients raise this error; it is never sent."""
+    """No broker is responding, and none could be started. Clients raise this error themselves. It is never sent."""
 
     code = "broker-unavailable"
     status = 503

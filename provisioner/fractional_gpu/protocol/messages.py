@@ -44,8 +44,8 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     The fraction is in milli-GPU and memory is in MiB. If `memory_mib` is None, the lease gets the fraction's share of the device.
 
     A claim is a lease of kind CLAIM, for programs the client starts later. It is granted by `acquire`, and ends if `acquire` is
-    interrupted. After the grant, the claim covers all of its user's processes that use its device and do not belong to another lease. `pin`
-    changes the time at which the claim ends.
+    interrupted. Once granted, the claim covers all of its user's processes on its device that are not covered by another lease. `pin`
+    changes when it ends.
     """
 
     fraction_milli: int  # 0 for the smallest fraction on offer whose share covers `memory_mib`
@@ -81,7 +81,7 @@ class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
 
 
 class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
-    """A request to attach a process, with the contents (not the path) of its Jupyter connection file. The broker verifies both."""
+    """A request to attach a process. It includes the contents (not the path) of its Jupyter connection file. The broker verifies both."""
 
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
@@ -107,7 +107,7 @@ class PinRequest(Struct, frozen=True, kw_only=True):
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign that a cell is likely to run soon: focus, scroll, typing, hover, completion, inspection, widget or other.
+    """A report of a sign that a cell is likely to run soon: focus, scroll, typing, hover, completion, inspection, widget or other.
 
     Don't send one when the cell itself starts.
     """
@@ -156,7 +156,7 @@ class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """How much of a lease's device others used on average over a period, in milli-GPU, or None if the device does not report it."""
+    """How much of a lease's device others used on average, in milli-GPU, over a period. None if the device does not report this."""
 
     used_milli: int | None
 
@@ -165,7 +165,7 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
     """A request for a ticket for the GPU. The stream ends with `granted` or `refused`, and disconnecting withdraws the ticket.
 
     With `hold`, the wait is unlimited, the stream continues after `granted`, and the lease counts as in use until the client disconnects.
-    If the lease is preempted, it waits again, and the stream says so. With `watch`, the stream follows a preempted cell's ticket.
+    If the lease is preempted, it waits again, and the stream reports that. With `watch`, the stream follows a preempted cell's ticket.
     """
 
     wait_ms: int = 3_600_000
@@ -176,7 +176,7 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 class ResumeRequest(Struct, frozen=True, kw_only=True):
     """A request to make a lease resident.
 
-    If `if_blocked` is set, the lease is resumed only if its suspended process is blocked in code that did not request the GPU.
+    If `if_blocked` is set, it is resumed only if its suspended process is blocked in code that has not requested the GPU.
     """
 
     if_blocked: bool = False
@@ -199,7 +199,7 @@ class ProgressKind(StrEnum):
 
 
 class WaitLine(Struct, frozen=True, kw_only=True):
-    """The fields common to all lines in a stream that reports on a wait for the GPU or a seat. `kind` is a ProgressKind."""
+    """The fields shared by all lines in a stream that reports on a wait for the GPU or a seat. `kind` is a ProgressKind."""
 
     kind: str
     reason: str = ""
@@ -227,7 +227,7 @@ class Progress(WaitLine, frozen=True, kw_only=True):
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
-"""The values of `detail` in an answer to PREEMPT."""
+"""The values of `detail` in the extension's answer to PREEMPT."""
 
 
 class GateVerb(StrEnum):
@@ -245,8 +245,8 @@ class GateCommand(Struct, frozen=True, kw_only=True):
     """A line in the gate stream.
 
     The answer to a command repeats its `number`. A command with the number 0 gets no answer. An empty verb is a keep-alive. A notice with
-    `urgent` set is shown at once, even while a cell is running. A notice with a `topic` replaces any earlier one on that topic that no cell
-    has shown yet.
+    `urgent` set is shown at once, even while a cell is running. A notice with a `topic` replaces an earlier one on that topic if no cell
+    has shown it yet.
     """
 
     verb: str = ""
@@ -286,7 +286,7 @@ SLURM, KUBERNETES = "slurm", "kubernetes"
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """The job or pod a seat belongs to. Only its processes may use the seat, and the seat ends when the job or pod does."""
+    """A seat's job or pod. Only its processes may use the seat, and the seat ends when the job or pod does."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # a Slurm job's number, or a pod's UID

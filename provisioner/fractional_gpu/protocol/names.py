@@ -1,7 +1,7 @@
 """Checks user-supplied names, describes states in words, and compares the versions of a client and the broker.
 
 An administrator's program, such as a hub's service, names the administrator it is acting for in the header `X-Acting-For`. The header
-grants no rights. The broker only records the name in the audit log, and refuses the header if the sender is not an administrator.
+grants no rights: the broker just records the name in the audit log. It rejects the header unless the sender is an administrator.
 """
 
 import re
@@ -74,7 +74,7 @@ def _check(name: str) -> str:
 
 
 class StateWords(NamedTuple):
-    """The words for a state: `words` for a column or a status line, and `meaning` for the kernel's user."""
+    """The texts for a state: `words` for a column or a status line, and `meaning` as an explanation for the kernel's user."""
 
     words: str
     meaning: str
@@ -96,17 +96,17 @@ STATES: Final[Mapping[str, StateWords]] = {
 
 
 def state_words(state: str) -> str:
-    """Describe the state in a few words. An unknown state is returned unchanged."""
+    """Describe the state in a few words. Return an unknown state unchanged."""
     return STATES[state].words if state in STATES else state
 
 
 def state_meaning(state: str) -> str:
-    """Explain the state to the kernel's user. An unknown state is returned unchanged."""
+    """Explain the state to the kernel's user. Return an unknown state unchanged."""
     return STATES[state].meaning if state in STATES else state
 
 
 def device_deadline(device: "DeviceStatus") -> str:
-    """Say when a device becomes unavailable and what happens to its kernels. Return "" if it has no deadline or is already gone."""
+    """Say when a device will become unavailable and what will happen to its kernels. Return "" if it has no deadline or is already gone."""
     if not device.goes_away_in_ms:
         return ""
     found = [
@@ -118,7 +118,7 @@ def device_deadline(device: "DeviceStatus") -> str:
 
 
 def gpu_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU becomes unavailable and what happens to the kernel's state. Return "" if the GPU has no deadline."""
+    """Say when a kernel's GPU will become unavailable and what will happen to the kernel's state. Return "" if the GPU has no deadline."""
     if lease.goes_away_in_ms is None:
         return ""
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
@@ -128,14 +128,14 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU and its host become unavailable. Return "" if neither has a deadline."""
+    """Say when a kernel's GPU and host will become unavailable. Return "" if neither has a deadline."""
     left_ms = lease.host_goes_away_in_ms
     parts = [gpu_deadline(lease), "" if left_ms is None else host_deadline(left_ms)]
     return "; ".join(part for part in parts if part)
 
 
 def host_deadline(left_ms: int) -> str:
-    """Say when the host becomes unavailable, and what the user should do."""
+    """Say when the host will become unavailable and what the user should do."""
     left = f"goes away in {_duration(left_ms)}" if left_ms else "was to go away by now"
     return f"its host {left}, with all of its memory: save to a disk that outlives it"
 
@@ -155,7 +155,7 @@ VERSION = f"{__version__}; protocol={PROTOCOL_VERSION}"
 
 
 def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
-    """Return why a client and a broker of these versions cannot work together, and what to do, or "" if they can."""
+    """Explain why a client and a broker of these versions cannot work together, and what to do. Return "" if they can."""
     if client.partition("; protocol=")[2] == broker.partition("; protocol=")[2]:
         return ""
     return (

@@ -1,9 +1,9 @@
 """A host's capacity, as reported by the broker and published by the node agent.
 
-The agent publishes it in Slurm's `Extra` field or in an annotation on a Kubernetes node. This summary contains no user names, because it
-can be seen by everyone with read access to nodes, including administrators and hubs' spawn pages. It is JSON in printable ASCII without
-spaces, `=`, apostrophes or backticks, so that `scontrol` treats it as one word. It is at most `MAX_SUMMARY` bytes long. Readers check every
-field, since programs other than the agent may also write to a node's record.
+The agent publishes it in Slurm's `Extra` field or in an annotation on a Kubernetes node. This summary contains no user names, because
+everyone with read access to nodes can see it, including administrators and hubs' spawn pages. It is JSON in printable ASCII without spaces,
+`=`, apostrophes or backticks, so that `scontrol` treats it as one word. It is at most `MAX_SUMMARY` bytes long. Readers check every field,
+since programs other than the agent might have written it.
 """
 
 import re
@@ -16,7 +16,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 
 MAX_SUMMARY: Final = 4096  # bytes
 STALE_S: Final = 900
-"""Summaries are stale after this many seconds. Agents renew them several times within that period."""
+"""The age at which a summary counts as stale, in seconds. Agents renew it several times within that period."""
 _LARGEST = 10**9
 _Number = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
@@ -64,7 +64,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def encode_summary(summary: NodeSummary) -> str:
-    """Return the summary as text. Leave out the last pools if the text would otherwise be longer than `MAX_SUMMARY`."""
+    """Return the summary as text. If the text would be longer than `MAX_SUMMARY`, leave out as many pools as necessary, from the end."""
     while True:
         text = _OUTSIDE_WORDS.sub(_escaped, msgspec.json.encode(summary).decode())
         if len(text) <= MAX_SUMMARY:
@@ -94,7 +94,7 @@ def parse_summary(text: str) -> NodeSummary:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return the JSON escape for a character not allowed in a summary. In compact JSON, such characters can only occur in strings."""
+    """Return the JSON escape for a character not allowed in a summary. In compact JSON, these characters can occur only inside strings."""
     code = ord(found[0])
     if code > 0xFFFF:
         code -= 0x10000

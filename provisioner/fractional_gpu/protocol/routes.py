@@ -1,8 +1,8 @@
 """All routes of the broker's API, in one table for the server, the client and docs/routes.md.
 
-The API uses HTTP and JSON over a UNIX socket. In a path, `{lease}` stands for the id of a lease, and other names in braces work the same
-way. GET requests send their fields in the query, and all other requests in the body. The broker identifies peers by their uid and by
-`Authorization: Bearer TOKEN`.
+The API uses HTTP and JSON over a UNIX socket. In a path, `{lease}` stands for a lease's id. Other names in braces work in the same way. GET
+requests send their fields in the query, and all other requests in the body. The broker identifies peers by their uid and by `Authorization:
+Bearer TOKEN`.
 """
 
 from importlib import import_module
@@ -69,13 +69,13 @@ class EmptyRequest(Struct, frozen=True):
 
 
 class FreshQuery(Struct, frozen=True, kw_only=True):
-    """A query. If `fresh` is set, the broker samples the devices before it answers."""
+    """A query. If `fresh` is set, the broker samples the devices before answering."""
 
     fresh: bool = False
 
 
 class OthersQuery(Struct, frozen=True, kw_only=True):
-    """A query that says how far to look back and which leases to leave out (a comma-separated list)."""
+    """A query for what others used. It says how far to look back, and which leases to leave out (comma-separated)."""
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
     without: str = ""

@@ -1,4 +1,4 @@
-"""Messages about seats, and about the offers that pools make to hub users. Each seat is for one server.
+"""Messages about seats, and about what pools offer hub users. Each seat is for one server.
 
 A lease request carries the seat's id in the field `seat` and its token in the header `Authorization: Bearer TOKEN`. The broker then takes
 the owner, pool, priority and weight from the seat rather than the request, and makes sure that the seat's kernels together stay within the
@@ -14,7 +14,7 @@ from fractional_gpu.protocol.status import SeatStatus
 
 
 class OfferRequest(Struct, frozen=True, kw_only=True):
-    """A request for all pools' offers to one hub user. It contains the user's name and groups on the hub."""
+    """A request for what all pools offer a hub user. It contains the user's name and groups on the hub."""
 
     owner: str
     groups: list[str] = []
@@ -38,7 +38,7 @@ class FractionOffer(Struct, frozen=True, kw_only=True):
 
 
 class PoolOffer(Struct, frozen=True, kw_only=True):
-    """A pool's offer to one user. If the user cannot use the pool now, `why_not` explains why. Otherwise, it is empty."""
+    """A pool's offer to a user. If the user cannot use the pool at the moment, `why_not` explains why. Otherwise, it is empty."""
 
     pool: str
     why_not: str
@@ -55,7 +55,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
 
 
 class Offers(Struct, frozen=True, kw_only=True):
-    """The pools one user can choose from, and the default choice. The default is empty if nothing is available now."""
+    """The pools a user can choose from, and the default choice, which is empty if nothing is available at the moment."""
 
     pools: list[PoolOffer] = []
     default_pool: str = ""
@@ -104,7 +104,7 @@ class SeatList(Struct, frozen=True, kw_only=True):
 
 
 class PoolChange(Struct, frozen=True, kw_only=True):
-    """New values for some of a pool's keys, in the format of the configuration. The other keys stay unchanged."""
+    """New values for some of a pool's keys, in the format of the configuration. Other keys are unchanged."""
 
     keys: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ from fractional_gpu.protocol.messages import KERNEL, Workload
 
 
 class ShareAdvice(Struct, frozen=True, kw_only=True):
-    """Advice on a notebook's share, or on a server's share if no notebook is named. The advice is only informational."""
+    """Advice on the share of a notebook or, if none is named, of a server. It is for information only."""
 
     pool: str
     owner: str
@@ -62,7 +62,7 @@ class History(Struct, frozen=True, kw_only=True):
 
 
 class Neighbour(Struct, frozen=True, kw_only=True):
-    """Another lease on the same device. `label` is set only if both leases belong to the same user."""
+    """Another lease on the same device. Its `label` is only set if both leases belong to the same user."""
 
     fraction_milli: int
     reserved_mib: int
@@ -153,12 +153,12 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def goes_away_in_ms(self) -> int | None:
-        """How long until the first of its devices becomes unavailable, in ms, or None if they all remain available."""
+        """The time until the first of its devices becomes unavailable, in ms, or None if all remain available."""
         return None if self.lease.deadline_ms is None else max(0, self.lease.deadline_ms - self.now_ms)
 
 
 class Stranger(Struct, frozen=True, kw_only=True):
-    """A process using a device without a lease. Viewers other than its user and administrators see only its user's name and its memory."""
+    """A process using a device without a lease. Only its user and administrators see more than its user's name and memory."""
 
     pid: int = 0  # 0 (like the fields below) if hidden from this viewer
     user: str
@@ -186,8 +186,8 @@ def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
 class DeviceStatus(Struct, frozen=True, kw_only=True):
     """The status of a device.
 
-    Memory is in MiB. All processes together hold `used_mib`, processes without a lease hold `stranger_mib`, and leases reserve
-    `reserved_mib`.
+    Memory is in MiB. `used_mib` is held by all processes together, `stranger_mib` by processes without a lease, and `reserved_mib` is what
+    leases reserve.
     """
 
     device_id: str
@@ -215,7 +215,7 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
 
 
 class Seat(Struct, frozen=True, kw_only=True):
-    """A hub user's entitlement in a pool: how much all kernels of one server may use together. Memory is in MiB."""
+    """A hub user's entitlement in a pool: how much all kernels of one server may use in total. Memory is in MiB."""
 
     seat_id: str
     owner: str  # the user's name at the hub
@@ -265,7 +265,7 @@ class SeatWait(Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
-    """The state of the host. Users see only their own leases, but the devices' totals include everyone's."""
+    """The state of the host. Users see only their own leases, but the devices' totals include everyone's leases."""
 
     version: str
     pid: int
@@ -286,7 +286,7 @@ class HostStatus(Struct, frozen=True, kw_only=True):
 
 
 class HostChange(Struct, frozen=True, kw_only=True):
-    """What changed in the status of a host since the previous line (`GET /v1/events`)."""
+    """What has changed in a host's status since the previous line of `GET /v1/events`."""
 
     changed: HostStatus  # only the changed devices and leases, and everything else in full
     ended: list[str]  # ids of leases no longer shown

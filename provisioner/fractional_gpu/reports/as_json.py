@@ -15,10 +15,10 @@ VERSION: Final = 1
 
 
 def as_json(report: UsageReport, by: Sequence[str]) -> str:
-    """Return a JSON object with `entries` for leases, `no_lease` for time without a lease, and `totals` of both by currency.
+    """Return a JSON object with `entries` for leases, `no_lease` for time without a lease, and `totals` over both for each currency.
 
-    The report must be grouped at least by user. If entries are by user, their `of` includes an `account`, which is `hub` or `machine`,
-    since a hub user and a machine user can have the same name.
+    The report must be grouped at least by user. If the entries are by user, their `of` includes an `account` (`hub` or `machine`), since a
+    hub user and a machine user can have the same name.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     found = {

@@ -1,7 +1,7 @@
 """Converts a report to CSV for chargeback systems, following the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
 
 There is one row for each combination of hour or day, user, group, pool, currency and any other requested columns. The CSV has all 21
-mandatory columns of FOCUS 1.2 and some others (docs/costs.md). Columns with the prefix `x_` are our own. Numbers are never converted to
+mandatory columns of FOCUS 1.2 and some others (docs/costs.md). The prefix `x_` marks our own columns. Numbers are never converted to
 floats, so the `BilledCost` values add up to the exact total.
 """
 

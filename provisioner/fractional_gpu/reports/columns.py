@@ -1,7 +1,7 @@
 """Builds a report's tables for terminals and pages: column names, formatted figures, rows and totals.
 
-In a column, the displayed parts add up to the displayed total. Amounts are exact. Other figures are rounded: we round the running sums and
-display each part as the difference between two of them, so the last digit of a part may be off by one.
+In a column, the displayed parts add up to the displayed total. Amounts are exact. To round other figures, the running sums are rounded, and
+each part is displayed as the difference between two of them. The last digit of a part may therefore be off by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _MG_PER_KG: Final = 1_000_000
 class Column:
     """A column of figures.
 
-    The displayed value is the figure divided by `unit`, or an exact amount if `unit` is 0. Columns with `resource` set are shown in the
+    The displayed value is the figure divided by `unit`. If `unit` is 0, it is an exact amount. Columns with `resource` set are shown in the
     second table.
     """
 
@@ -141,7 +141,7 @@ def percent_text(share: int, of: int) -> str:
 
 
 def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
-    """Return a function that formats an entry's value in a column. It adds `hub` or `machine` to user names if necessary."""
+    """Return a function that formats an entry's value in a column, adding `hub` or `machine` to user names if needed."""
     is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
 
     def name(column: str, entry: UsageEntry) -> str:

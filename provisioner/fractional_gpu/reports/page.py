@@ -1,4 +1,4 @@
-"""Renders a report as one script-free HTML page, and the parts that the hub's pages reuse: totals, daily bars, cost bars and tables.
+"""Renders a report as a script-free HTML page, or just the parts that the hub's pages reuse: totals, daily bars, cost bars and tables.
 
 The templates are in `fractional_gpu.pages`. All figures shown in charts are also given as text.
 """
@@ -149,7 +149,7 @@ def _tables(report: UsageReport, by: Sequence[str]) -> list[tuple[str, Table]]:
 
 
 def bars(report: UsageReport, column: str) -> list[Bars]:
-    """Return bars that compare the charges of users, groups and so on, largest first. Without prices, they compare charged GPU hours."""
+    """Return bars comparing what users, groups and so on are charged, largest first. Without prices, compare their charged GPU hours."""
     entries = rolled_up(of_leases(report.entries), [column])
     name_of, title = names_of(report), TITLES.get(column, column)
     found = []
@@ -175,7 +175,7 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
 
 
 def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
-    """Return the figures for each day, from the first day with any use to the last, or for each month if there are many days.
+    """Return the figures for each day, from the first day with any use to the last. If there are many days, return them by month.
 
     `whole` means that the report covers whole devices and all users, so that time without a lease counts as free.
     """

@@ -1,7 +1,7 @@
 """Converts a report's period, given as words such as `this-month`, `7d` or `2026-11-24`, to seconds since 1970.
 
 When used as the start of a period, a word or date means its first moment. When used as the end, it means its last moment, so `yesterday` to
-`yesterday` is all of yesterday. Figures are hourly, so the start is rounded down to the hour.
+`yesterday` is all of yesterday. The start is rounded down to the hour, because figures are hourly.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""Adds up lease usage, grouped by the requested columns, both for the broker's ledger and for files of rows.
+"""Adds up lease usage, grouped by the requested columns. The usage comes from the broker's ledger or from a file of rows.
 
 Entries grouped by user always have an `account`, even if it was not requested, because a hub user and a machine user can have the same
-name. All figures are integers, so summing the entries of a finer report (`rolled_up`) gives exactly the coarser report.
+name. All figures are integers, so adding up a more detailed report (`rolled_up`) gives exactly the less detailed one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.periods import bounds
 
 CarbonOf = Callable[[int, int], int]
-"""A function that converts energy drawn during an hour (in mJ) to CO2 (in mg).
+"""A function that returns the CO2 (in mg) for the energy drawn during an hour (in mJ).
 
 The arguments are the energy and the start of the hour, in seconds since 1970.
 """
@@ -27,7 +27,7 @@ _LENGTHS: Final = {"day": 10, "month": 7}  # how many characters of a time are t
 
 
 def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
-    """Format an hour, or the day or month it is in, as in `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`.
+    """Format an hour, or its day or month, as in `2026-11-24T08:00+0100`, `2026-11-24` or `2026-11`.
 
     If `zone` is None, use the machine's time zone.
     """
@@ -85,9 +85,9 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 
 
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
-    """Add up the entries of a finer report, grouped by the columns in `by`. Days can be added up from hours, and months from either.
+    """Add up the entries of a more detailed report, grouped by the columns in `by`. Hours add up to days, and both add up to months.
 
-    Raises KeyError if the report is too coarse.
+    Raises KeyError if the report is not detailed enough.
     """
     named = with_account(by)
     return _added_up(
@@ -124,7 +124,7 @@ def _value(of: Mapping[str, str], name: str) -> str:
 
 
 def _added_up(by: Sequence[str], parts: Iterable[tuple[tuple[str, ...], str, Usage, int]]) -> list[UsageEntry]:
-    """Add up the parts (values of `by`, currency, use, mg of CO2) that have the same values and currency, and return sorted entries."""
+    """Add up parts with the same values and currency into sorted entries. A part is (values of `by`, currency, usage, mg of CO2)."""
     sums: dict[tuple[str, ...], list[int]] = {}
     for values, currency, usage, carbon_mg in parts:
         more = (*_figures_of(usage), carbon_mg)

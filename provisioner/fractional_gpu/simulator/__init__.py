@@ -1,4 +1,4 @@
-"""Runs the arbiter in virtual time. This module defines the simulator's errors."""
+"""Runs the arbiter in virtual time. This file defines the simulator's errors."""
 
 __all__ = ["SimulationError", "TraceError"]
 

@@ -1,7 +1,7 @@
-"""Simulates how the same trace would run without this project (docs/simulator.md describes these baselines).
+"""Simulates how the same trace would run without this project. docs/simulator.md describes these baselines.
 
-If a session waits for a host, or its culled kernel waits for GPUs, the rest of the session is delayed. Hosts are chosen by best fit among
-those with enough room: whole GPUs come from the host with the fewest free GPUs, and a fraction comes from the device with the least room.
+If a session waits for a host, or its culled kernel waits for GPUs, the rest of the session is delayed. Among hosts with enough room, the
+best fit is chosen: whole GPUs come from the host with the fewest free GPUs, and a fraction comes from the device with the least room.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ def run_baseline(
     goal: Goal | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine. `rule` and `seed` are for baselines that use the arbiter.
+    """Run one of `BASELINES` on a machine. `rule` and `seed` are only for baselines that use the arbiter.
 
     `progress` is called with the number of ended sessions and the total. The run stops if it can no longer meet the goal. Raises
     SimulationError for an unknown name or a session that cannot be served.

@@ -1,8 +1,8 @@
-"""Simulates an engine (Slurm, Kubernetes) that counts how much of a GPU each broker could still grant (docs/cluster-simulation.md).
+"""Simulates an engine (Slurm or Kubernetes) that places jobs by a count of how much more GPU each node's broker could grant.
 
-The count is based on the same forecast that is used to place seats (`core.seat_packing`), within the pool's oversubscription limit. This
-door assumes that every user computes for the same share of the time (the trace's average), and that kernels may move among all devices of a
-pool.
+See docs/cluster-simulation.md. The count comes from the forecast that also places seats (`core.seat_packing`), within the pool's
+oversubscription limit. It assumes that every user computes for the same share of the time (the trace's average), and that kernels can move
+between all devices of a pool.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ AGENT_MS = 2_000  # from a job's end until the node's agent has updated the coun
 
 
 class EngineDoor(Door):
-    """A door that gives each job to the node with the most room, among nodes whose count covers the job. If none does, the job is queued.
+    """A door that gives each job to the node with the most room whose count is high enough. If there is no such node, the job is queued.
 
     `target_ms` and `bound_milli` are the pool's `wait_target` and `wait_bound`.
     """

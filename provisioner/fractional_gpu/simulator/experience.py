@@ -1,6 +1,6 @@
-"""Measures how long cells and sessions wait, and how late cells end (docs/simulator.md defines wait, lateness and stretch).
+"""Measures how long cells and sessions wait, and how late cells end. docs/simulator.md defines wait, lateness and stretch.
 
-Only GPU cells are included. Times are in ms and stretches in thousandths. If a cell runs out of memory, only its wait is counted. The
+Only GPU cells are included. Times are in ms, stretches in thousandths. For a cell that runs out of memory, only the wait is counted. The
 stretch is the bounded slowdown defined by Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 """
 
@@ -16,7 +16,7 @@ _SHORTEST_MS = 10_000  # the least run time that counts in a cell's stretch
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A sorted list, either of times in ms, including zeros, or of stretches in thousandths."""
+    """A sorted list of times in ms (including zeros), or of stretches in thousandths."""
 
     ordered: tuple[int, ...] = ()
 
@@ -47,7 +47,7 @@ def stretch_milli(late_ms: int, alone_ms: int) -> int:
 
 
 def nearest_rank(ordered: Sequence[int], percent: int) -> int:
-    """Return the nearest-rank percentile of the values: the smallest with at least `percent` % at or below it, or 0 if there are none."""
+    """Return the nearest-rank percentile: the smallest value with at least `percent` % of them at or below it, or 0 without values."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0
 
 
@@ -55,8 +55,8 @@ def nearest_rank(ordered: Sequence[int], percent: int) -> int:
 class Goal:
     """The limits a run must stay within, in ms. None means no limit.
 
-    `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of cells' waits and of sessions' waits for a host. `p95_late_ms`
-    limits the 95th percentile of lateness for 95 % of the users, and the 95th percentile of sessions' waits for a host.
+    `p95_wait_ms` and `p99_wait_ms` limit the 95th and 99th percentiles of cells' waits, and of sessions' waits for a host. `p95_late_ms`
+    limits each user's 95th percentile of lateness, for 95 % of the users. It also limits the 95th percentile of sessions' waits for a host.
     """
 
     p95_wait_ms: int | None = None
@@ -82,9 +82,9 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 class _Allowance:
     """How many more durations can exceed a limit before their percentile does too.
 
-    The percentile p of n durations (nearest rank) is within a limit if and only if at most n - ceil(n p) of them exceed it. Suppose a run
-    has at most N durations in all. Durations are never removed, so once more than floor(N (1 - p)) exceed the limit, the rest of the run
-    cannot change the outcome.
+    The percentile p of n durations (nearest rank) is within a limit if and only if at most n - ceil(n p) of them exceed it. If a run has at
+    most N durations in all, and more than floor(N (1 - p)) of them have exceeded the limit, the rest of the run cannot change the outcome,
+    because durations are never removed.
     """
 
     limit_ms: int
@@ -130,13 +130,13 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a waiting cell whose wait has just exceeded the wait limit at index `limit`."""
+        """Count a cell that is still waiting and has just exceeded the wait limit at index `limit`."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that starts after waiting `wait_ms`. `overdue()` has already counted it against the first `overdue` limits."""
+        """Count a cell that starts after waiting `wait_ms`. `overdue()` has already counted it for the first `overdue` limits."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
@@ -176,11 +176,11 @@ class Lateness:
         return Spread.of(late_ms for user in self.users for late_ms in user.ordered)
 
     def percentile_of_users_ms(self, percent: int) -> int:
-        """Take each user's 95th percentile of lateness, and return the given percentile of these values across all users."""
+        """Return the given percentile, over all users, of each user's 95th percentile of lateness."""
         return nearest_rank(sorted(user.percentile_ms(95) for user in self.users), percent)
 
     def of_users(self) -> dict[str, float]:
-        """Return users' 95th percentiles of lateness in seconds: the median across users, the 95th percentile and the worst."""
+        """Return the median, 95th percentile and maximum, over all users, of each user's 95th percentile of lateness, in seconds."""
         return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
 
     def stretch_of_users(self) -> dict[str, float]:

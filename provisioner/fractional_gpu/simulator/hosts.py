@@ -1,8 +1,7 @@
 """Simulates several hosts that share one clock, and the door that assigns each session to a host.
 
-docs/simulator.md describes the door's rules. The door knows how much memory the leases of open sessions may use on each host. To get a
-host's room, it subtracts that amount from the memory its devices offer in the session's pool. The door does not know how much memory
-kernels currently hold or how busy devices are.
+docs/simulator.md describes the door's rules. A host's room is the memory its devices offer in the session's pool, minus what the leases of
+open sessions may use. The door does not know how much memory kernels currently hold or how busy devices are.
 """
 
 import random
@@ -25,7 +24,7 @@ def hosts_of(machine: Machine) -> tuple[Host, ...]:
 
 
 class Moments:
-    """The virtual time of all hosts, and a heap of scheduled moments. Moments at the same time run in the order they were scheduled."""
+    """The virtual time of all hosts, and a heap of scheduled moments. Moments with the same time run in the order they were scheduled."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -105,7 +104,7 @@ class Door:
         )  # open sessions with one GPU, and with several
 
     def admitted(self) -> Iterator[tuple[Session, int, LeaseSpec]]:
-        """Remove sessions that get a host from the queue, and yield them. A session that fits may overtake earlier ones that don't fit."""
+        """Yield the queued sessions that get a host, and remove them from the queue. Sessions may overtake earlier ones that don't fit."""
         for session in list(self.queue):
             if (chosen := self.choose(session)) is not None:
                 self.queue.remove(session)
@@ -131,8 +130,8 @@ class Door:
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
         """Return a host's rank for a lease. The host with the lowest rank is chosen.
 
-        If no host has enough room, the kernel will take turns with others on its devices. It should preferably share with kernels of its
-        own size: an 8-GPU kernel would delay only one other 8-GPU kernel, but many 1-GPU kernels.
+        If no host has enough room, the kernel will take turns with others on its devices. Sharing with kernels of the same size is better:
+        an 8-GPU kernel would delay just one other 8-GPU kernel, but many 1-GPU kernels.
         """
         room_mib = self._room_mib[host][lease.pool]
         if self.rule is DoorRule.MOST_FREE:

@@ -1,4 +1,4 @@
-"""Generates a synthetic load of notebook users, who behave as in a published trace or have other habits (docs/simulator.md).
+"""Generates a synthetic load of notebook users. They behave as in a published trace, or have other habits (docs/simulator.md).
 
 Each quantity of a session is drawn from its own random numbers, so changing one option does not affect the other quantities. The same seed
 gives the same trace on every machine.
@@ -59,16 +59,16 @@ class Load:
 # Signs that people give before running a cell, and groups of users.
 
 SIGN_MS = 60_000
-"""How long a sign from a front end remains valid, in ms."""
+"""How long a sign from a front end stays valid, in ms."""
 _MOST_FALSE = 50  # in one gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """Signs that a GPU cell is about to run. `false_percent` is the percentage of false ones. If `foresight_ms` is 0, there are none.
+    """Signs that a GPU cell is about to run. `false_percent` is the percentage of false signs. If `foresight_ms` is 0, there are no signs.
 
-    True signs appear `foresight_ms` before each GPU cell, or right after the previous cell if the gap is shorter. False signs appear at any
-    time in a gap.
+    True signs appear `foresight_ms` before each GPU cell, or right after the previous cell if the gap is shorter than that. False signs
+    appear at random times in gaps.
     """
 
     foresight_ms: int = 0
@@ -93,7 +93,7 @@ class Group:
 
 
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
-    """Return the sessions, filling in each user's group and pool.
+    """Return the sessions with the group and pool of their users filled in.
 
     Users are sorted by name and divided among the groups by weight. The students of a class have consecutive names, so they end up in the
     same group if it is large enough.
@@ -182,7 +182,7 @@ class _UserDay:
         raise NotImplementedError
 
     def stream(self, what: str, session: str) -> random.Random:
-        """Return the random number generator for one quantity of a session or the day."""
+        """Return the random number generator for one quantity of a session or of the day."""
         return random.Random(f"{self._seed}/{what}/{self._name}/{self._day}/{session}")  # noqa: S311 - a workload, not a secret
 
     def working_hours(self) -> tuple[int, int]:
@@ -225,7 +225,7 @@ class _UserDay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PaceCurves:
-    """Distributions for the pace of work in a published trace, as quantile functions. Times are in seconds."""
+    """The distributions of the pace of work in a published trace, as quantile functions. Times are in seconds."""
 
     cell_s: _Points
     gap_s: _Points
@@ -340,7 +340,7 @@ _CLASS_MS = 90 * _MINUTE_MS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HabitCurves:
-    """Distributions for one habit, as quantile functions. Times are in seconds, memory is in MiB per GPU, and utilisation is in percent."""
+    """The distributions for one habit, as quantile functions. Times are in seconds, memory in MiB per GPU, and utilisation in percent."""
 
     head_s: _Points  # from the opening to the first cell
     cell_s: _Points

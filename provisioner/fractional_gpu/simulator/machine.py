@@ -16,7 +16,7 @@ _PARTS = 100_000  # the unit of stretches
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A running cell. As of `at_ms`, it needs another `left_ns` if it runs alone. `version` increases whenever its expected end changes."""
+    """A running cell. Running alone, it would end `left_ns` after `at_ms`. `version` increases whenever its expected end changes."""
 
     session_id: str
     util_percent: int
@@ -27,7 +27,7 @@ class Running:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """The cells running on one device. A cell uses the GPU only part of the time, and fills `fill_percent` of it during that time."""
+    """The cells running on one device. A cell uses the GPU only part of the time. When it does, it uses `fill_percent` of it."""
 
     slowdown: bool
     fill_percent: int = 100
@@ -40,7 +40,7 @@ class SharedDevice:
         return self._ends(self.running.values() if self._share() else [cell])
 
     def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
-        """Remove and return the session's cell, along with the new end times of all other cells whose end times have changed."""
+        """Remove the session's cell. Return it, along with the new end times of all other cells whose end times have changed."""
         self._advance(now_ms)
         cell = self.running.pop(session_id)
         cell.version += 1
@@ -130,7 +130,7 @@ class Host:
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
     """Return the smallest fraction on offer that covers the session's request on a device, in milli-GPU, and the fraction's cap in MiB.
 
-    A session requests its peak memory unless it says otherwise. If it requests more than any fraction covers, it gets the largest fraction.
+    A session requests its peak memory, unless it states another amount. If no fraction covers the request, it gets the largest fraction.
     Raises SimulationError if no fraction covers the peak. `device_mib` is the device's memory.
     """
     peak, largest = max(1, session.peak_mib), max(pool.fractions_milli, default=1000)

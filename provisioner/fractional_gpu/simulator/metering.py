@@ -1,9 +1,9 @@
 """Meters a run in virtual time: how much GPU time the leases use and how much power the devices draw.
 
-Each host uses the broker's own meter (`core.metering.meter`), which reads the arbiter's views without affecting its decisions. A device
-draws its idle power, plus its cells' use multiplied by the difference between peak and idle power. With n percent of noise, each power and
-each measured use is multiplied by a random factor, which is normally distributed around 1 with a standard deviation of n percent, but at
-least `_LEAST`. The factors depend only on the seed. The power drawn by swaps is not included.
+Each host uses the same meter as the broker (`core.metering.meter`), which reads the arbiter's views without affecting its decisions. A
+device draws its idle power plus a part of the difference between peak and idle power, in proportion to its cells' use. With n percent of
+noise, each power and each measured use is multiplied by a random factor of at least `_LEAST`, which is normally distributed around 1 with a
+standard deviation of n percent. The factors depend only on the seed. The power drawn by swaps is not included.
 """
 
 import json
@@ -114,7 +114,7 @@ class HostMeter:
             meter.read_energy(0, BEGINS_MS, device_id, counter_mj=0)
 
     def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
-        """After the arbiter has handled an event, update the meter with what the affected leases now hold."""
+        """Tell the meter what the leases affected by an event now hold. Call this after the arbiter has handled the event."""
         named = dict.fromkeys(getattr(effect, "lease_id", None) for effect in effects)
         for lease_id in dict.fromkeys(event.lease_ids) | named:
             if lease_id is not None:
@@ -141,7 +141,7 @@ class HostMeter:
         self.meter.moved(BEGINS_MS + at_ms, lease_id, mib)
 
     def works(self, at_ms: int, device_ids: Iterable[str], used: Mapping[str, tuple[int, int]]) -> None:
-        """Record the cells running now. `used` maps each lease to its cell's number and the cell's use per device, in thousandths."""
+        """Record which cells are now running. `used` maps each lease to its cell's number and the cell's use per device, in thousandths."""
         cells = {lease_id: self._work(lease_id, *cell) for lease_id, cell in used.items()}
         for device_id in device_ids:
             device = self._devices[device_id]
@@ -208,7 +208,7 @@ _FORMAT, _VERSION = "jupyter-gpu-usage", 1
 
 
 def write_usage(path: Path, meter: RunMeter, hosts: Sequence[Host]) -> None:
-    """Write a finished run's rows, omitting zero figures. Identical runs produce byte-for-byte identical files. Can raise OSError."""
+    """Write the rows of a finished run, omitting zero figures. Identical runs produce byte-for-byte identical files. Raises OSError."""
     pools: dict[str, dict[str, Any]] = {}
     for number, host in enumerate(hosts):
         prefix = f"host-{number}/" if len(hosts) > 1 else ""

@@ -62,7 +62,7 @@ _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The state shared by all hosts of a run. `over` is called when a session's lease ends, and `ended` when the session is over."""
+    """The state shared by all hosts in a run. `over` is called when a session's lease ends, and `ended` when the session itself is over."""
 
     moments: Moments
     accounts: Accounts
@@ -136,7 +136,7 @@ class HostRun:
         self._run.moments.at(self.now_ms + wait_ms, act)
 
     def send(self, event: Event) -> None:
-        """Send an event to the arbiter, carry out its effects, and then send the events that result from them."""
+        """Send an event to the arbiter and carry out its effects. Then do the same with any events that these cause."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -330,7 +330,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Report memory again, as the broker would, so the arbiter sees that usage is stable. Include the cell if it is still running."""
+        """Report memory use again, as the broker would, so that the arbiter sees it is stable. Include the cell if it is still running."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None
@@ -430,7 +430,7 @@ class HostRun:
             self._save(kernel, effect)
 
     def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
-        """Ask the arbiter for more host memory for a suspend that needs more than is reserved. If the host has none, abort the suspend.
+        """Ask the arbiter for more host memory when a suspend needs more than is reserved. If the host has none left, abort the suspend.
 
         The broker does the same.
         """
@@ -511,7 +511,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel) -> bool:
-        """Decide at random whether the swap that is about to start will fail."""
+        """Decide at random whether the swap about to start will fail."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"

@@ -1,4 +1,4 @@
-"""Renders a report on the runs as one HTML file for light and dark screens. Charts are SVG; it needs no scripts or other files."""
+"""Renders a report on the runs as one HTML file for light and dark screens. Charts are SVG, so it needs no scripts or other files."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ _MOST_DECADES_WITH_2_AND_5 = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
-    """A description of the runs' input. `users` and `machine` describe the first run.
+    """A description of what was simulated. `users` and `machine` describe the first run.
 
-    `whole_gpus` is the largest number of GPUs that open sessions would have reserved at the same time. `policy` is the text of the
+    `whole_gpus` is the largest number of GPUs that open sessions would have reserved at any one time. `policy` is the text of the
     configuration file. `hours_of_day` is true if the trace begins at midnight.
     """
 
@@ -51,7 +51,7 @@ class Axis:
 
 
 def picture(results: Sequence[Result], about: RunDescription, answer: str = "") -> str:
-    """Return the page. It begins with `answer` (the result of a search) or, if there is none, the first result's headline."""
+    """Return the page. It begins with `answer` (the result of a search). Without one, it begins with the first result's headline."""
     over_time: list[tuple[str, Callable[[Timeline], Sequence[int]]]] = [
         ("Devices on which leases hold memory", lambda timeline: timeline.devices_held),
         ("Cells that run on a GPU (on four GPUs: four)", lambda timeline: timeline.busy),

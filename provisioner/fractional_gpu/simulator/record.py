@@ -1,4 +1,4 @@
-"""Records a run as one JSON object per line (docs/simulator-files.md), and replays it. Identical runs produce identical files."""
+"""Records a run as a file with one JSON object per line (docs/simulator-files.md), and replays it. Identical runs give identical files."""
 
 import gzip
 import hashlib

@@ -1,6 +1,6 @@
-"""Defines the figures of a run, and the accounts that keep them up to date.
+"""Defines the statistics reported for a run, and the accounts used to track them.
 
-Accounts track the memory kernels actually hold rather than what they reserve, so that `out_of_memory` counts what a real driver would have
+Accounts track the memory kernels actually hold, not what they reserve. `out_of_memory` therefore counts what a real driver would have
 refused.
 """
 
@@ -26,7 +26,7 @@ from fractional_gpu.simulator.traces import Session
 
 @dataclass(slots=True)
 class Timeline:
-    """The moments of a run, stored in columns, because one day with ten thousand users has a million moments. `at_ms` never decreases."""
+    """The moments of a run, stored as columns, because a day with ten thousand users has a million of them. `at_ms` never decreases."""
 
     at_ms: "array[int]" = field(default_factory=partial(array, "q"))
     devices_held: "array[int]" = field(default_factory=partial(array, "i"))  # devices on which memory is held
@@ -48,7 +48,7 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The figures of a run. GPU time is in milli-GPU milliseconds, so one GPU for one second is 1,000,000.
+    """The statistics of a run. GPU time is in milli-GPU milliseconds, so one GPU for one second is 1,000,000.
 
     `finish` computes waits and lateness from `experience`, and forecast errors from the hosts' `errors`.
     """
@@ -180,7 +180,7 @@ def _merged_errors(errors: Sequence[Sequence[ForecastError]]) -> dict[str, dict[
 
 
 class Accounts:
-    """The accounts of a run across all its hosts. The run itself updates `running_gpus` and `waiting`. Hosts are numbered from 0."""
+    """The accounts used to track a run on all its hosts. The run updates `running_gpus` and `waiting`. Hosts are numbered from 0."""
 
     def __init__(self, result: Result, hosts: Sequence[Host]) -> None:
         self.result = result

@@ -18,9 +18,9 @@ def fewest(
 ) -> Result:
     """Return the run that meets the goal with the fewest devices (or other `counted` units), from `least` to `most`.
 
-    The search begins at `start` and goes up or down, first by an eighth of `start`, doubling the step each time, until one number meets the
-    goal and a smaller number misses it. It then bisects between the two. More devices do not always mean shorter waits (docs/simulator.md),
-    so a much smaller number might also meet the goal. Raises SimulationError if even `most` are too few.
+    The search begins at `start`. It first goes up or down by an eighth of `start`, then doubles the step each time until it has a number
+    that meets the goal and a smaller one that misses it. It then bisects between the two. More devices do not always mean shorter waits
+    (docs/simulator.md), so a much smaller number might also meet the goal. Raises SimulationError if even `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
@@ -53,10 +53,10 @@ def fewest_for_each(
     start: int = 1,
     counted: str = "devices",
 ) -> tuple[list[Result], list[int]]:
-    """Search for several traces. Return their runs with the fewest devices that suffice for all of them, and each trace's own fewest.
+    """Find the fewest devices that are enough for every trace. Return each trace's run with that number, and each trace's own fewest.
 
-    `run` is called with the trace's index and the number of devices (or other `counted` units). The search for a number that suffices for
-    all traces begins at the largest of their own numbers, and goes up while any trace misses the goal. Raises the same errors as `fewest`.
+    `run` is called with the trace's index and the number of devices (or other `counted` units). Each trace is searched first. The common
+    search then begins at the largest number found, and goes up while any trace misses the goal. Raises the same errors as `fewest`.
     """
     runs, counts = cache(run), list[int]()
     for trace in range(traces):
@@ -77,10 +77,10 @@ def _too_few(most: int, counted: str, missed: str) -> str:
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
-    """Return the largest number of devices that cells need at any one time. About this many are needed to keep waits short.
+    """Return the largest number of devices that cells need at any one time. This is roughly how many it takes to keep waits short.
 
-    Each cell occupies its session's fraction until `stays_ms` after its end. It occupies whole GPUs instead if it uses several or if
-    `whole` is set. Raises SimulationError for a session that the host cannot serve.
+    Each cell occupies its session's fraction until `stays_ms` after it ends. If it uses several GPUs, or `whole` is set, it occupies whole
+    GPUs. Raises SimulationError for a session that the host cannot serve.
     """
     most = _most_at_once(
         (cell.start_ms, cell.start_ms + cell.duration_ms + stays_ms, milli if cell.gpus <= 1 else 1000 * cell.gpus)

@@ -1,8 +1,8 @@
 """Simulates a trace of notebook sessions in virtual time. Each host runs the same arbiter that the broker uses in real time.
 
 One heap contains the moments of all hosts, ordered by time and then by when they were scheduled. The consequences of an arbiter's effects
-are scheduled as later moments. Nothing depends on a real clock or on hash order. When a session opens, it is assigned to a host (`hosts`).
-It stays there, and `one_host` runs it.
+are scheduled as later moments. Nothing depends on a real clock or on hash order. A session is assigned to a host when it opens (`hosts`),
+stays there, and is run by `one_host`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def simulate(
     meter: RunMeter | None = None,
     judged: Callable[[ForecastOutcome], None] | None = None,
 ) -> Result:
-    """Run the trace on one host, or on several hosts among which `door` chooses (by default, a door with `DoorRule.FIT`).
+    """Run the trace on one host, or on several. `door` chooses each session's host (by default, using `DoorRule.FIT`).
 
     `watch` is called with every event and its effects, `progress` with the number of ended sessions and the total, and `judged` with each
     forecast and its outcome. `meter` does not affect decisions. The run stops once it can no longer meet the `goal`. Raises SimulationError

@@ -1,6 +1,6 @@
 """Reads and writes session traces. A trace has two CSV files, one for sessions and one for their cells (docs/simulator-files.md).
 
-In memory, all values are integers, in milliseconds, MiB or percent.
+Once read, all values are integers in milliseconds, MiB or percent.
 """
 
 import csv
@@ -85,7 +85,7 @@ class Cell:
 class Session:
     """One kernel with its cells, ordered by start. `gpus` and `gpu_mib` are what it would reserve without sharing.
 
-    `asked_mib` is the memory it requests on each GPU, or 0 to request what it needs. `pool` is empty for the default pool.
+    `asked_mib` is how much memory it requests on each GPU. If this is 0, it requests what it needs. `pool` is empty for the default pool.
     """
 
     session_id: str

@@ -1,7 +1,7 @@
 """Tracks what users and groups spend, warns them, and applies a pool's `over_budget` setting once a budget is used up.
 
 - A budget only counts past use. It does not reserve anything. When a group's budget is used up, everyone in the group is affected.
-- The meter reports once a minute, so it can take up to a minute before a used-up budget has any effect.
+- The meter reports once a minute, so it can take up to a minute for a used-up budget to take effect.
 - Kernels are never ended, and no state is lost. While the budget is used up, kernels run at a different priority, or new kernels and seats
   are refused.
 """
@@ -144,7 +144,7 @@ class BudgetKeeper:
         self._warn(kernel, warned[0] if warned else None)
 
     def _warn(self, kernel: Kernel, state: BudgetState | None) -> None:
-        """Show a notice in the notebook once per budget period, and again when the budget is used up."""
+        """Show the budget warning in the notebook once per budget period, and again when the budget is used up."""
         key = None if state is None else (state.budget.text, end_of(state.budget, self._now_s()), state.is_used_up)
         if key != kernel.budget_told:
             kernel.budget_told = key

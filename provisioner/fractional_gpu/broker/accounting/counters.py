@@ -1,7 +1,7 @@
 """Exports the meter's figures as Prometheus counters: by pool and, if the administrator enables it, by user and pool.
 
-- A scrape brings the meter up to date without writing anything. Counters start at 0 in each new broker. They include the gap since the
-  previous broker if the meter counts it.
+- A scrape brings the meter up to date without writing anything. Counters start at 0 in each new broker. They also cover the gap between the
+  previous broker and this one, if the meter counts it.
 - Counts are kept as whole numbers in the meter's units (such as milli-GPU milliseconds) and converted on each scrape, so that rounding
   errors do not add up.
 - User names are personal data, so `users` is a separate collector, served only to administrators and on the configured address.

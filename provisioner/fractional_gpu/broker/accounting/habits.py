@@ -185,7 +185,7 @@ def _share(view: LeaseView) -> Share:
 
 
 def _sample(view: LeaseView, use_milli: int | None) -> Sample:
-    """Return how much of its share a lease uses.
+    """Return how much of its share the lease is using.
 
     Memory is averaged over the lease's devices. If utilisation was not measured, the figure the broker has learned for the lease is used.
     """

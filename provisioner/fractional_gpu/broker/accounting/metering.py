@@ -1,9 +1,9 @@
 """Feeds lease events and device energy to the meter, and writes its figures to the ledger every minute.
 
 - A broker that is killed loses at most the last minute of figures, or the last ten minutes if there are no leases.
-- The next broker charges this gap to the leases that survived it, as if they had been idle and in their current state throughout. A lease
-  that ended during the gap is counted only up to the last write. The energy used during the gap is read from the devices' own counters and
-  divided among the surviving leases.
+- The next broker charges the time since the last write to the leases that are still alive, as if they had been idle and in their current
+  state throughout. A lease that ended in the meantime is counted only up to the last write. The energy used in that time is read from the
+  devices' own counters and divided among the surviving leases.
 - Nothing is counted between the last write before a reboot and the start of the first broker after it, because no kernel survives a reboot.
 """
 
@@ -78,7 +78,7 @@ class Metering:
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with the figures of each write
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Start counting at the previous broker's last write. The arbiter must already know the devices and pools. Raises LedgerError."""
+        """Start counting from the previous broker's last write. The arbiter must already know the devices and pools. Raises LedgerError."""
         state = ledger.kept_as(METER, _State, _State())
         same_boot = state.boot_id == self._boot_id
         if same_boot:
@@ -138,7 +138,7 @@ class Metering:
             self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
-        """Count a lease from an earlier broker, starting at that broker's last write or when the lease was created, whichever is later."""
+        """Count a lease from an earlier broker. Start from that broker's last write or the lease's creation, whichever is later."""
         if lease_id in self._kernels and not self.meter.knows(lease_id):
             age_ms = max(0, self._clocks.wall() - self._kernels[lease_id].created_ms)
             self._observe(lease_id, max(self._began_ms, self._clocks.now() - age_ms), busy=False)
@@ -182,7 +182,7 @@ class Metering:
 class Turns:
     """Records leases' turns (when they waited for a GPU and when they used it) for `jupyter gpu simulate --from-ledger`.
 
-    Turns shorter than `_LEAST_TURN_MS`, including the wait, are left out.
+    Turns that took less than `_LEAST_TURN_MS`, wait included, are left out.
     """
 
     def __init__(self, arbiter: Arbiter, writer: LedgerWriter, clocks: Clocks = CLOCKS) -> None:

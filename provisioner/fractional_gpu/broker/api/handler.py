@@ -115,7 +115,7 @@ def serve(
     """Register the function that serves a route.
 
     The function returns a reply, returns None to reply with `Done`, or yields lines until the client disconnects. `describe` returns the
-    audit log entry, or None for no entry.
+    audit log entry. If it returns None, nothing is logged.
     """
     _SERVED[route] = _RouteHandler(function, describe)
 
@@ -247,7 +247,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
-        """Audit an administrator's action and its outcome, unless it is on their own lease and any user could do it."""
+        """Audit an administrator's action and its outcome. Actions on their own leases that any user could take are not audited."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described
@@ -294,7 +294,7 @@ class Handler(web.RequestHandler):
             self._writes = False
 
     def keep_alive(self) -> bool:
-        """Write an empty line and return True, or return False if the connection is closed or busy with another line."""
+        """Write an empty line and return True. If the connection is closed or still busy with another line, just return False."""
         if self._writes or self.stream.closed() or self.stream.writing():
             return False
         self.write(_KEEP_ALIVE)

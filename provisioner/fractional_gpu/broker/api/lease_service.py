@@ -2,7 +2,7 @@
 
 The service verifies what clients claim. A process must have the peer's uid, the stated start time, and the lease's id in its environment. A
 kernel's TCP ports must be on the loopback interface. A lease's token gives access to that lease's routes. A seat's token gives access to
-the seat's leases and to its user's revoked leases. Without a token, a uid controls its own leases, except those of a hub's seats, because
+the seat's leases and to its user's revoked leases. Without a token, a uid controls its own leases, but not hub seats' leases, because
 containers share uids. Root, the broker's uid and the configured group control all leases. If the peer may not see a lease, the answer is
 "not found", which does not reveal whether the lease exists.
 """
@@ -109,7 +109,7 @@ class LeaseService:
             await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may control it. With `own`, only its own processes and holders of the lease's token may.
+        """Return the lease's kernel if the peer may control it. With `own`, only its own processes and clients with its token may.
 
         A process whose token file is gone is recognized by its place in the kernel's process tree. To the kernel itself, the lease appears
         to have ended once the kernel is being evicted, or once only processes it left behind keep the lease alive. Raises NotFoundError,
@@ -376,7 +376,7 @@ class LeaseService:
         return json.dumps(request.connection)
 
     def _check_reservation(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Raise NoRoomError if a kernel has lost its reservation and its cells cannot be kept waiting. They would run without one."""
+        """Raise NoRoomError if a kernel whose cells cannot be made to wait has lost its reservation. Its cells would run without one."""
         # The reservation of a lease without a process ends with the broker that made it, so request it again.
         self.broker.request_on_behalf(kernel)
         view = view_of(self.broker, kernel)

@@ -87,7 +87,7 @@ def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | Non
 
 
 def bearer(headers: httputil.HTTPHeaders) -> str | None:
-    """Return the request's token, "" if its Authorization header has another form, or None if there is no such header."""
+    """Return the request's bearer token. Return "" if its Authorization header has another form, or None if it has no such header."""
     authorization = headers.get("Authorization")
     if authorization is None:
         return None
@@ -364,7 +364,7 @@ class Server(HTTPServer):
         account.charge(COST_CONNECTION_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
-        """Pause, wait for the account's turn, then refuse the connection. If it were refused at once, the client would retry at once."""
+        """Pause, wait for the account's turn, then refuse the connection. A client that is refused at once would retry at once."""
         try:
             await asyncio.sleep(COST_WAIT_S)
             await account.turn()
@@ -457,7 +457,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Close connections from processes that want to know who holds `claim`. If the queue filled up, later ones could not find out."""
+    """Close the connections of processes checking who holds `claim`. If they filled up the queue, later processes could not check."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

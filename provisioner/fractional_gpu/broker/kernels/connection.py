@@ -286,7 +286,7 @@ class GateLink:
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Do not count the last `seconds` as silence, because the broker was not checking the connection or the process was stopped."""
+        """Forgive `seconds` of silence, during which the broker was not checking the connection or the process was stopped."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 

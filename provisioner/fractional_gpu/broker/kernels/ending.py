@@ -26,7 +26,7 @@ _MOST: Final = 1000
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
-    """Keep ending the processes that `left` returns until it returns none. `what` describes them in errors.
+    """End the processes that `left` returns, and repeat until it returns none. `what` describes them in errors.
 
     Raises ConflictError if a process does not end, or if the broker is not permitted to signal it. Processes that have already been
     signalled still exit if this call is cancelled.

@@ -1,7 +1,7 @@
 """The broker's subscription to a kernel's IOPub, which shows whether the kernel is busy.
 
-- IOPub reports busy and idle for every message. Only message types in `USES` count as use. Subshells can be busy at the same time, so
-  `IOPubWatch` keeps a *set* of busy parent message ids rather than a flag.
+- IOPub reports busy and idle for every message. Only the message types in `USES` count as GPU use. Subshells can be busy at the same time,
+  so `IOPubWatch` keeps a *set* of busy parent message ids rather than a flag.
 - While the watch is in doubt, the kernel counts as busy, because IOPub can lose messages and does not send a late subscriber the current
   state. The watch is certain again once the kernel has answered a `kernel_info` request on its shell channel *and* that request's idle
   status has arrived over IOPub. If a kernel stays busy without sending a message, it gets this request on each busy shell, and an answer
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 USES = frozenset(
     {"execute_request", "complete_request", "inspect_request", "debug_request", "comm_open", "comm_msg", "comm_close"}
 )
-"""Parent message types that may run the user's code or touch a tensor."""
+"""Types of parent messages that may make the kernel run the user's code or touch a tensor."""
 SIGNS = {"complete_request": Sign.COMPLETION, "inspect_request": Sign.INSPECTION, "comm_msg": Sign.WIDGET}
 """Message types that suggest that someone is working in the notebook and will probably run a cell soon."""
 

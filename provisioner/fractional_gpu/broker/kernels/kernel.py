@@ -1,4 +1,4 @@
-"""What the broker knows about each lease beyond the arbiter's view: process, connections, and data kept by other parts of the broker.
+"""Holds what the broker knows about each lease beyond the arbiter's view: process, connections, and data kept by parts of the broker.
 
 A `Kernel` holds one small object for each part of the broker that keeps data about the lease. The object's docstring names the part that
 changes it; all other parts only read it.
@@ -67,7 +67,7 @@ class CheckpointState:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Ending:
-    """How the kernel's process and its lease end. Maintained by `Survivors`."""
+    """What is known about the end of the kernel's process and its lease. Maintained by `Survivors`."""
 
     task: "asyncio.Task[None] | None" = None  # finds the processes that the kernel left behind
     survivors: tuple[Survivor, ...] = ()  # the ended kernel's processes that hold device memory

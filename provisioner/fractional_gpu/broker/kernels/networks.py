@@ -68,7 +68,7 @@ class Networks:
 
 
 def _new_context() -> zmq.asyncio.Context:
-    """Return a new context. Its threads are started by opening a first socket, which no event loop uses."""
+    """Return a new context. To start its threads, open a first socket that no event loop uses, and close it again."""
     context = zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, _MOST_HERE)
     zmq.Context.socket(context, zmq.PAIR, socket_class=zmq.Socket).close(linger=0)

@@ -1,10 +1,10 @@
 """Determines kernels' current states from the operating system, the driver and the devices.
 
 A `HostSnapshot` is one pass over /proc and one reading of each requested device. Several checks can share a snapshot, but only a new one is
-certain to be current. If no device lists a CUDA process, it uses at most the memory that the devices do not charge to any process. This
-holds only if the devices are known to list pids from this pid namespace; otherwise, its memory use is unknown. A process that was forked
-from a CUDA process and has not called exec has inherited a context it cannot use, so the driver's answers about it are meaningless. The
-driver is not asked about a stopped process, because it would never answer.
+certain to be current. A CUDA process that no device lists uses at most the memory that the devices do not charge to any process. This holds
+only if the devices are known to list pids from this pid namespace; otherwise, its memory use is unknown. A process that was forked from a
+CUDA process and has not called exec has inherited a context it cannot use, so the driver's answers about it are meaningless. The driver is
+not asked about a stopped process, because it would never answer.
 """
 
 import asyncio
@@ -68,7 +68,8 @@ def uncounted_mib(use: DeviceUse) -> int:
 class ProcessScans:
     """Shared scans of /proc, which run one at a time. Thread-safe.
 
-    If `kernels` is set to the live kernels, only the environments of their users' processes are read; otherwise, all processes' are.
+    If `kernels` is set to the live kernels, scans read only the environments of their users' processes. Otherwise, they read every
+    environment.
     """
 
     def __init__(self) -> None:
@@ -251,7 +252,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, including any that have left its process tree, but without `apart` and their descendants."""
+    """Return the kernel's processes, including any that have left its process tree, but excluding `apart` and their descendants."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree

@@ -210,7 +210,7 @@ def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, in
 
 
 def server_of(peer: Peer) -> ProcessIdentity | None:
-    """Return the client's process, which starts the lease's kernel, or None if the broker cannot see it (in another pid namespace)."""
+    """Return the client's process, which starts the lease's kernel. Return None if it is in a pid namespace the broker cannot see."""
     try:
         return identify(peer.credentials.pid) if peer.credentials.pid > 0 else None
     except (ProcessLookupError, PermissionError):

@@ -103,7 +103,10 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 
 @dataclass(frozen=True, slots=True)
 class LoweredProcess:
-    """A process whose out-of-memory adjustment was lowered from `was` to each of `given` in turn. `since` is in clock ticks since boot."""
+    """A process whose out-of-memory adjustment was lowered from `was` to each of `given` in turn.
+
+    `since` is when it was first lowered, in clock ticks since boot.
+    """
 
     identity: ProcessIdentity
     lease_id: str
@@ -115,7 +118,7 @@ class LoweredProcess:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a newer process with a value from `given` must have inherited it, because its user may not set such values."""
+        """Whether a newer process with one of the values in `given` must have inherited it, because its user cannot set such values."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 

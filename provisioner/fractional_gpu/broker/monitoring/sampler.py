@@ -367,7 +367,7 @@ class Sampler:
     def request_for_silent(self) -> None:
         """File a ticket for each kernel that needs the GPU but cannot request it.
 
-        Without the ticket, the kernel would stay blocked, or without a reservation, forever.
+        Without a ticket, the kernel would stay blocked forever, or keep running without a reservation.
         """
         now_s = time.monotonic()
         for kernel in list(self._broker.kernels.values()):

@@ -28,7 +28,7 @@ _WHOLE = 1000
 
 
 _Beginning = tuple[float, float, int]
-"""When the cell's message arrived, when the last grant was made, and when the stay on the device began. No two cells share all three."""
+"""When the cell's message arrived, the last grant was made, and the stay on the device began. No two cells have the same three times."""
 
 
 @dataclass(frozen=True, slots=True)

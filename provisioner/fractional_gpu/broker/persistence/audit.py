@@ -229,7 +229,7 @@ def finished_files(path: Path) -> list[Path]:
 
 
 def _begun_s(path: Path) -> float:
-    """Return the time of the file's first line, or the modification time if the line is unreadable, in seconds since 1970."""
+    """Return the time in the file's first line, in seconds since 1970. If that line is unreadable, use the modification time."""
     with path.open("rb") as file:
         first = file.readline(_LONGEST_LINE)
     try:

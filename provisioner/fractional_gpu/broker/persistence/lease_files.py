@@ -172,7 +172,7 @@ def read_records(folder: Path, kind: type[T]) -> list[T]:
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
-    """Remove an ended lease's file. If that fails, a broker removes it when it next starts."""
+    """Remove an ended lease's file. If that fails, the next broker to start removes it."""
     with suppress(OSError):
         (folder / f"{lease_id}{_SUFFIXES[LeaseRecord]}").unlink()
 

@@ -108,7 +108,7 @@ class LedgerWriter:
         return await asyncio.get_running_loop().run_in_executor(self._aside, act)
 
     async def prune(self, now_ms: int) -> None:
-        """Delete old rows, and more history if the ledger exceeds `limit_bytes`. Uses small transactions, so that no write waits long."""
+        """Delete old rows, and more history if the ledger exceeds `limit_bytes`. Uses small transactions to avoid delaying other writes."""
         more = True
 
         def prune(history_ms: int, accounts_ms: int) -> None:
@@ -124,7 +124,7 @@ class LedgerWriter:
                 await self.run(partial(prune, *kept_ms))
 
     def _note_size(self) -> None:
-        """Update `over_limit`, logging it when it is set. It then stays set until the ledger is well below its limit."""
+        """Update `over_limit`, and log it when it is first set. Once set, it is cleared only when the ledger is well below its limit."""
         if self.size_bytes > self.limit_bytes and not self.over_limit:
             self.over_limit = (
                 f"the ledger {self.ledger.path} has reached its limit of {format_memory(self.limit_bytes // 2**20)}, so its oldest history "
@@ -248,7 +248,7 @@ def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> 
 
 
 def _retentions() -> Iterator[tuple[int, int]]:
-    """Yield pairs of ever shorter retention times in ms, one for the history and one for leases' usage.
+    """Yield shorter and shorter retention times in ms, as pairs: one for the history and one for leases' usage.
 
     The history is cut down to an hour before the usage is cut at all.
     """
@@ -281,7 +281,7 @@ def _seen(done: asyncio.Future[None]) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing. Submitted as a write, this completes once all earlier writes have."""
+    """Do nothing. When submitted as a write, this finishes once all earlier writes have finished."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:

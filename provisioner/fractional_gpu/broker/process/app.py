@@ -236,12 +236,14 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
 def _take_turn(
     lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
 ) -> NameClaim | str | None:
-    """Return the claim on the socket's name if this process becomes the broker, or a sentence explaining why it cannot.
+    """Try to become the socket's broker, retrying for `patience_s` seconds if the holder of the lock or the claim does not answer.
 
-    Return None if this process becomes the broker even though another user's process holds the claim. Return "" if a broker is already
-    running, after reporting this to `ready`. If the holder of the lock or the claim stops in time, this process becomes the broker. If a
-    broker has the claim but not the lock, it has lost its files. It will restart, keeping its claim (`kept`), and will then need the lock,
-    so this process releases the lock.
+    On success, return the claim on the socket's name, or None if another user's process holds the claim, which is then ignored. If a broker
+    is already running, report this to `ready` and return "". Otherwise, return a sentence explaining the failure. Infinite patience also
+    waits for a running broker to end.
+
+    A broker that has the claim but not the lock has lost its files. It will restart, keeping its claim (`kept`), and then need the lock, so
+    this process releases the lock.
     """
     deadline = time.monotonic() + patience_s
     while True:

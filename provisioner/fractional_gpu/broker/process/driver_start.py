@@ -180,7 +180,7 @@ class DriverStart:
             broker.operations.look_now()  # the driver can answer from now on
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
-        """Record why kernels on the device cannot be suspended, or "" if they can. If the device is lost, the arbiter is not informed."""
+        """Record why kernels on the device cannot be suspended, or "" if they can, and inform the arbiter unless the device is lost."""
         spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
         view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
         if view is None or not view.lost:

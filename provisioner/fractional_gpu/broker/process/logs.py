@@ -1,4 +1,4 @@
-"""The broker's log. Only the broker's user can read it, repeated lines are counted, and failing to write it never stops the broker."""
+"""The broker's log. Only the broker's user can read it, repeated lines are counted, and a failure to write to it never stops the broker."""
 
 import logging
 import logging.handlers

@@ -55,8 +55,8 @@ _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 class Rescued:
     """What happened to one kernel.
 
-    `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but the next broker will find a
-    record.
+    `outcome` is restored, running, saved, no-room, failed or unknown. Saved means that there was no room, but that the next broker will
+    find the kernel's record.
     """
 
     lease_id: str

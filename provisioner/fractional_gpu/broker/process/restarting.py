@@ -132,7 +132,7 @@ def serves_everyone(socket: str) -> bool:
 def make_socket_folder(socket: str, *, service: bool = False) -> None:
     """Create and check the socket's folder. Raises OSError.
 
-    With `service`, all users can reach the folder, and the broker must not run inside a job or pod.
+    With `service`, give all users access to the folder, and refuse to run inside a job or pod.
     """
     if service:
         _check_service()

@@ -103,7 +103,7 @@ def configuration(
 
 @dataclass(kw_only=True)
 class BrokerRun:
-    """One run of a broker. Once it accepts connections, it calls `serves` and reports to `ready`, which the starting program reads."""
+    """One run of a broker. Once it accepts connections, it calls `serves` and reports to the starting program through `ready`."""
 
     settings: Settings
     backend: Backend

@@ -1,9 +1,9 @@
 """Finds live kernels whose leases are not in the ledger, because the ledger was deleted, moved or replaced by an older copy.
 
 Each kernel's environment contains its lease's id and its broker's socket, and a file may hold a backup record (`lease_files`). If the
-ledger has the lease, the ledger's record is used. A backup record is used if its process is alive, belongs to the named user, and has the
-lease's id in its environment. A kernel without a record is only listed; `jupyter gpu rescue` writes a record for it. A process can write
-its own environment, command line and connection file, so these are not trusted for sizes, priorities or other users.
+ledger has the lease, the ledger's record is used. Otherwise, a backup record is used if its process is alive, belongs to the named user,
+and has the lease's id in its environment. A kernel without a record is only listed; `jupyter gpu rescue` writes a record for it. A process
+can write its own environment, command line and connection file, so these are not trusted for sizes, priorities or other users.
 """
 
 import json
@@ -70,7 +70,7 @@ class Command:
 def carriers(uid: int | None, socket: str | None = None) -> list[Carrier]:
     """Return the oldest process of each lease and user, oldest first. Blocks. Raises OSError.
 
-    With `socket`, ignore processes started for other brokers, even older ones with the same lease id.
+    With `socket`, ignore processes started for other brokers, even if they are older and have the same lease id.
     """
     snapshot = scan(LEASE_VARIABLE, None if uid is None else {uid})
     oldest: dict[tuple[str, int], Carrier] = {}

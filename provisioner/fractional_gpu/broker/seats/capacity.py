@@ -1,8 +1,8 @@
 """Reports a host's remaining capacity (`GET /v1/capacity`) to people and to the node agents of Slurm and Kubernetes.
 
 For each offered fraction, a forecast estimates how many more seats each device can take. The broker also uses this forecast to place seats
-(`core.seat_packing`). It treats the new users as users about whom nothing is known, and respects the pool's `wait_bound`. The smallest
-estimate is reported, so that Slurm or Kubernetes can grant any of the offered sizes.
+(`core.seat_packing`). It assumes that nothing is known about the new users, and respects the pool's `wait_bound`. The smallest estimate is
+reported, so that Slurm or Kubernetes can grant any of the offered sizes.
 """
 
 from collections.abc import Sequence
@@ -136,7 +136,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
 
 
 def _waiting_millionths(pool: _Pool) -> int:
-    """Return the probability, in millionths, that if one more seat of the usual size were added, a cell it runs would find no room."""
+    """Return the chance, in millionths, that a cell would find no room if one more seat of the usual size were added."""
     load = pool.loads.get(pool.usual_milli)
     if load is None:
         return 1_000_000

@@ -1,8 +1,8 @@
 """Limits kernels to their server's seat, and records each user's daily use of each pool.
 
-A request names a seat and presents its token. Kernels that use a pod's seat need no token, because their control group identifies them. A
-kernel gets its owner, group and weight from its seat, and its priority is at most the seat's. A seat's kernels share its fraction and
-memory, and each seat has a maximum number of kernels.
+A lease request names a seat and includes its token. Kernels that use a pod's seat need no token, because their control group identifies
+them. A kernel gets its owner, group and weight from its seat, and its priority can't exceed the seat's. A seat's kernels share its fraction
+and memory, and each seat has a maximum number of kernels.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class SeatDraws:
-    """Checks leases against `seats`, which maps ids to current seats. If `required` is set, every kernel needs a seat to start."""
+    """Checks lease requests against `seats`, which maps ids to current seats. If `required` is set, no kernel can start without a seat."""
 
     def __init__(
         self, broker: Broker, seats: Mapping[str, SeatRecord], workloads: Workloads, *, required: bool
@@ -40,7 +40,7 @@ class SeatDraws:
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
-        """Return the lease with its seat's terms applied, or unchanged if it needs no seat. Refusals are logged, then raised."""
+        """Return the lease with its seat's terms applied, or the same lease if it needs no seat. Log any refusal before raising it."""
         try:
             return self._apply_terms(peer, request, spec)
         except (ForbiddenError, UnauthorizedError, NoRoomError) as error:

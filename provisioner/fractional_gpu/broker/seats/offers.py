@@ -1,4 +1,4 @@
-"""Forecasts how busy pools will be, to decide where seats go and to help users choose a pool and a fraction.
+"""Forecasts how busy pools will be, to decide where to place seats and to help users choose a pool and a fraction.
 
 The forecasts for each user and pool are based on the last four weeks of usage in the ledger. The predicted wait for a seat in a full pool
 depends on how long the pool's most recent seats lasted.
@@ -114,7 +114,7 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the id of a device with room for one more seat on top of `seats`, or a `PoolFull` that explains why there is none.
+        """Return the id of a device with room for one more seat besides `seats`. If there is none, return a `PoolFull` that explains why.
 
         If Slurm or Kubernetes has already admitted the request, a device is returned even if long waits are forecast.
         """
@@ -186,7 +186,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the expected time until `position` of the pool's `seats` seats have ended, with lower and upper bounds."""
+        """Forecast how long it will take until `position` of the pool's `seats` seats have ended, with lower and upper bounds."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None
@@ -198,7 +198,7 @@ class PoolForecasts:
     def offers(
         self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
     ) -> Offers:
-        """Return what each pool offers this user. `kept` contains the pools whose free room is reserved for a waiting request."""
+        """Return what each pool offers this user. `kept` lists the pools that are keeping their free room for a waiting request."""
         found = []
         for name, pool in sorted(self._broker.arbiter.pools().items()):
             hub = self.hub(name)

@@ -1,10 +1,10 @@
-"""Revokes the leases of a seat that has ended. The same server's next seat can take them over. Any that remain are eventually ended.
+"""Revokes the leases of a seat that has ended. The same server's next seat can take them over. Otherwise, they are eventually ended.
 
 - A revoked lease is suspended and still counts towards its user's limits (`core.revoke`). A lease without a process ends at once.
 - The next seat for the same user and server takes over the revoked leases that fit alongside its other kernels.
 - If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended, as in an eviction.
-- The ledger keeps a seat's owner and end time while the seat has leases. If a lease's seat is neither active nor recorded, because
-  the ledger was lost, the lease is treated as revoked from that point on, and any of its user's servers can take it over.
+- The ledger keeps a seat's owner and end time while the seat has leases. If a lease's seat is neither active nor recorded, because the
+  ledger was lost, the lease is revoked when the broker starts, and any of its user's servers can take it over.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Revocations:
             self._end_processes(kernel.lease_id)
 
     def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
-        """Let a new seat take over its server's revoked leases, oldest first. Leases for which `check` raises an error are skipped."""
+        """Let a new seat take over its server's revoked leases, oldest first. Skip leases for which `check` raises an error."""
         for kernel, view in self._broker.views():
             ended = self._ended.get(view.spec.seat)
             if (

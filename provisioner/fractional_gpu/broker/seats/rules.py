@@ -1,9 +1,9 @@
 """Decides which seats servers may have and which kernels those seats allow, and lets administrators change pool settings.
 
-Errors say what was requested, what is available, and what to do.
+Error messages say what was requested, what is available, and what the user can do.
 
-A refusal (a protocol error) is about the request itself: the pool is for other groups or closed, a limit would be exceeded, or no device is
-large enough. Waiting does not help. `PoolFull` is about existing seats: the request may wait until some of them end.
+A protocol error means that the request itself is refused: the pool is closed or for other groups, a limit would be exceeded, or no device
+is large enough. Waiting does not help. `PoolFull` means that existing seats use up the pool: the request may wait until some of them end.
 """
 
 import logging
@@ -63,7 +63,7 @@ def percent(milli: int) -> str:
 
 
 def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
-    """Return whether the request would replace the seat. Servers with the same name on different hubs are different servers."""
+    """Return whether the request comes from the seat's own server and would replace the seat. Hub, owner and server name must match."""
     return (seat.hub, seat.owner, seat.server) == (request.hub, request.owner, request.server)
 
 
@@ -155,7 +155,7 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
 def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
     """Return the group whose limits apply to a seat.
 
-    `group` entitles the user to the seat. If it is empty, the first group with limits that the user belongs to is returned.
+    This is `group`, which entitles the user to the seat. If that is empty, it is the first of the user's groups with limits, or "".
     """
     mine = set(groups)
     return group or next((name for name, _ in pool.group_limits if name in mine), "")
@@ -205,7 +205,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that the seat has room for `asked` on top of `held`. Errors name the leases in `earlier`, which an earlier server left.
+    """Check that the seat has room for `asked` on top of `held`. Errors name any leases left by an earlier server (`earlier`).
 
     Raises ForbiddenError or NoRoomError.
     """
@@ -254,7 +254,7 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
 
 
 class PoolEditor:
-    """Changes settings in `pools` until the broker restarts. `note` returns a warning about a pool for administrators, or "".
+    """Changes settings in `pools` until the broker restarts. `note` returns a warning for administrators about a pool ("" for none).
 
     Existing leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would now refuse them.
     """

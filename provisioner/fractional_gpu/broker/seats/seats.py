@@ -1,11 +1,11 @@
-"""Manages seats, from the wait for one until it ends. A seat entitles a hub's server to a fraction of a GPU.
+"""Manages seats from the time they are requested until they end. A seat entitles a hub's server to a fraction of a GPU.
 
 - A seat is written to the ledger before the hub receives it, and expires unless the hub confirms that the seat has been saved. A confirmed
   seat survives restarts of the hub and the broker until it is ended, and an ended seat never comes back. A server has at most one seat, so
   if it gets another, the older one ends.
-- A pool is full if one more seat would probably make cells wait too long (`core.seat_packing`), or if its memory is promised to other
-  seats. Depending on the configuration, further requests wait or are refused. Requests with the same priority are served in order of
-  arrival. A request that the pool could never serve is refused at once.
+- A pool is full if one more seat would probably make cells wait too long (`core.seat_packing`), or if too little of its memory is left to
+  promise to another seat. Depending on the configuration, further requests wait or are refused. Requests with the same priority are served
+  in order of arrival. A request that the pool could never serve is refused at once.
 - A request that fits can overtake earlier requests that do not. Once a request has been overtaken `max_passed_over` times, the pool keeps
   its free room for that request, unless even the empty pool could not serve it.
 """
@@ -195,7 +195,7 @@ class Seats:
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
     def _with_advice_and_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with the remaining budgets, advice based on past use and, if a budget is used up, why it can't be taken."""
+        """Return the offer with the remaining budgets and advice based on past use. If a budget is used up, `why_not` says so."""
         spec, hub = self._pool(offer.pool)
         terms = hub.terms(request.groups)
         group = counted_group(terms[0] if terms is not None else "", request.groups, spec)
@@ -208,7 +208,7 @@ class Seats:
         return structs.replace(offer, budget=left, why_not=why_not)
 
     async def take(self, request: SeatRequest) -> AsyncGenerator[SeatProgress, None]:
-        """Yield progress reports, then `granted` or `refused`. Closing the generator withdraws the request. Raises BadRequestError."""
+        """Yield a request's progress, then `granted` or `refused`. Closing the generator withdraws the request. Raises BadRequestError."""
         pool, hub = self._pool(request.pool)
         check_request(request, pool)
         if len(self._seats) >= _MOST_SEATS or sum(map(len, self._waiting.values())) >= _MOST_WAITING:
@@ -281,7 +281,7 @@ class Seats:
                 self._end(waiter.seat, "abandoned")
 
     def _expected(self, waiter: _Waiter, position: int, *, first: bool) -> Span | None:
-        """Return the expected wait for a request at this position. If `first` is set, keep it for comparison with the actual wait."""
+        """Return the expected wait for a request at this position. If `first` is set, save it, to compare it with the actual wait later."""
         pool, seats = waiter.request.pool, len(self._of_pool(waiter.request.pool))
         stated = self.forecasts.expected(pool, position, seats)
         if first and stated is not None:
@@ -330,10 +330,10 @@ class Seats:
     def _place(
         self, waiter: _Waiter, pool: PoolSpec, hub: Pool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
     ) -> PoolFull | str | None:
-        """Return a device for the seat, or why the seat does not fit. Raises NoRoomError if a limit would be exceeded.
+        """Return a device for the seat, or a `PoolFull` that explains why it does not fit. Raises NoRoomError if a limit would be exceeded.
 
-        `unplaced` lists earlier requests that do not fit, and why. If this request needs at least as much as one of them, it gets the same
-        answer without a new forecast.
+        `unplaced` lists earlier requests that do not fit, and why. If this request needs at least as much as one of them, return the same
+        answer without computing a new forecast.
         """
         request = waiter.request
         others = self._others(request)
@@ -365,7 +365,7 @@ class Seats:
         return SeatProgress(kind=ProgressKind.REFUSED, reason=reason, sentence=sentence)
 
     def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
-        """Create the seat, so that no other request gets its room, and start writing it to the ledger. End the server's older seat."""
+        """Create the seat, which reserves its room, and start writing it to the ledger. End any earlier seat of the same server."""
         request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
         waiter.seat = seat = SeatRecord(

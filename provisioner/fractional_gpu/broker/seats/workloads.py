@@ -1,7 +1,6 @@
-"""Tracks the jobs and pods that own seats: which processes may use a seat, when it ends, and whether its saved state fits in memory.
+"""Tracks the jobs and pods that own seats: who may use a seat, when it ends, and whether its kernels' saved state fits in memory.
 
-- A process may use a workload's seat only from within that workload's control group, because a user's jobs share a uid and can read each
-  other's files.
+- Only processes in a workload's control group may use its seat, because a user's jobs share a uid and can read each other's files.
 - A seat ends when its workload's control group disappears, or when the machine reboots. A job has no control group before its first step,
   so a seat whose group has never been seen is left for the engine's epilog or node agent to release.
 """
@@ -74,7 +73,7 @@ class Workloads:
             self._changed(_with_group(seat, found.group))
 
     def of_pod(self, pid: int) -> SeatRecord | None:
-        """Return the seat of the pod in which the process runs. A process can't change its control group, so that serves as a token."""
+        """Return the seat of the pod the process runs in. This needs no token, because a process can't change its control group."""
         pods = {
             seat.workload.id: seat
             for seat in self._seats.values()
@@ -89,7 +88,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return why it may be impossible to suspend the seat's idle kernels, or "" if there is no known obstacle."""
+        """Return why suspending the seat's idle kernels might fail, or "" if no obstacle is known."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)
@@ -161,7 +160,7 @@ def _group_of(workload: Workload) -> str:
 
 
 def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
-    """Return the seat's warning, "" if there is none, or None if its control group is not known yet."""
+    """Return the seat's warning, or "" if there is none. Return None if the seat's control group is unknown or its limit can't be read."""
     try:
         group = _group_of(workload)
         return memory_warning(workload.engine, group, seat.memory_mib) if group else None

@@ -25,7 +25,7 @@ End = Callable[[Kernel, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CullRule:
-    """When to end a kernel: after `after_ms` without use, or if saved state exceeds `above_percent` of the host memory allowed for it.
+    """A rule for ending kernels: after `after_ms` without use, or if saved state exceeds `above_percent` of the host memory allowed for it.
 
     Set `after_ms` to None to turn off the first condition, and `above_percent` to 100 to turn off the second.
     """
@@ -36,7 +36,7 @@ class CullRule:
 
 
 def to_cull(views: Iterable[LeaseView], at_ms: int, budget_mib: int, rule: CullRule) -> dict[str, str]:
-    """Return the leases whose kernels should be ended, longest idle first, each with the reason."""
+    """Return the leases whose kernels should be ended, with the reason for each. Those idle for longest come first."""
     found: dict[str, str] = {}
     holders = [view for view in views if view.state in (LeaseState.SUSPENDED, LeaseState.RESIDENT)]
     kept_mib = sum(view.saved_mib for view in holders)

@@ -262,7 +262,7 @@ class LeaseControl:
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
-    """Return how much processes outside `kernels` recently used the first kernel's device, in thousandths, or None if that is unknown."""
+    """Return how many thousandths of the first kernel's device were recently used by processes outside `kernels`, or None if unknown."""
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:
         return None

@@ -97,7 +97,7 @@ def _saved(kernel: Kernel) -> list[ProcessIdentity]:
 
 
 def _swapped(groups: list[tuple[list[ProcessIdentity], int]]) -> int:
-    """Return how many MiB of saved state are in swap space, counting at most what each kernel saved."""
+    """Return how many MiB of saved state are in swap space, counting no more for each kernel than it saved."""
     total_mib = 0
     for identities, saved_mib in groups:
         group_mib = 0

@@ -241,7 +241,7 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def _quiet(self, kernel: Kernel, until_s: float) -> None:
-        """Wait until the kernel has been idle for `_QUIET_S`, because JupyterLab's debugger makes it busy again after each cell."""
+        """Wait until the kernel has been idle for `_QUIET_S`, because JupyterLab's debugger makes kernels busy again after each cell."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._broker.sync_busy_state(kernel)
             await kernel.until(lambda: not kernel.busy, left_s)

@@ -2,9 +2,9 @@
 
 When there is a notice, all devices are drained before the deadline, and users are told to save to disk, because the host's memory will be
 lost as well. If the notice disappears, the devices drained for it are undrained, even if the broker has restarted since. If the source
-can't be read, nothing changes. If the source is a file, its existence is the notice. If it is a URL, 404 means that there is no notice
-(AWS), and 200 means that there is one, unless the text is `FALSE` (Google) or JSON with no such event in `Events` (Azure). The deadline is
-`time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` from now.
+can't be read, nothing changes. If the source is a file, there is a notice if the file exists. If it is a URL, status 404 means that there
+is no notice (AWS), and 200 means that there is one, unless the text is `FALSE` (Google) or JSON with no such event in `Events` (Azure). The
+deadline is `time` (AWS), the earliest `NotBefore` (Azure), or otherwise `c.GPUBroker.revocation_deadline` from now.
 """
 
 import asyncio
@@ -147,7 +147,7 @@ class RevocationNotice:
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
-        """Read the source once and act on it. Raises LedgerError. If this call is cancelled, the next call or broker carries on."""
+        """Read the source once and act on it. Raises LedgerError. If this call is cancelled, the next call or broker finishes the work."""
         try:
             notice = await asyncio.to_thread(read_notice, self._source)
         except UnreadableNoticeError as error:
@@ -197,7 +197,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return the devices drained for a notice, each with the `evict_busy` of its earlier drain, or None if it had none."""
+        """Map each device drained for a notice to the `evict_busy` of its earlier drain, or to None if it was not drained before."""
         if self._drained is None:
             kept_as = self._broker.writer.ledger.kept_as
             self._drained = await self._broker.writer.read(lambda: kept_as(_KEPT, dict[str, bool | None], {}))

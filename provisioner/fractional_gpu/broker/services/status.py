@@ -164,7 +164,7 @@ class Viewer:
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
     def shown(self, stranger: Stranger) -> Stranger:
-        """Return what the viewer may see of the process. Holders of a seat share uids, so no process is shown to them as their own."""
+        """Return what the viewer may see of the process. Nothing is marked as a seat holder's own, because seat holders share uids."""
         own = stranger.uid is not None and stranger.uid == self.caller
         if self.seat is None and (own or self.uid is None):
             return structs.replace(stranger, own=own)
@@ -292,7 +292,7 @@ class StatusStream:
         self._changed = asyncio.Event()  # replaced with each edition
 
     async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
-        """Yield the status the viewer may see, then each change. Whenever there is no change for `PULSE_S`, yield None.
+        """Yield the status the viewer may see, then each change. Yield None whenever `PULSE_S` has passed without a change.
 
         Sampling stops when the last subscriber leaves.
         """

@@ -1,6 +1,6 @@
 """Asks model servers to release GPU memory that a kernel is waiting for, and later wakes those it put to sleep (`c.GPUBroker.yielders`).
 
-- A server gets a request if one of its processes holds memory on the device, and if the server belongs to the waiting kernel's user or
+- A server is asked if one of its processes holds memory on the device, and if either the server belongs to the waiting kernel's user or
   `yield_for_everyone` is set. A server's owner is the user who opened its listening socket. For a seat's kernels, only `yield_for_everyone`
   matters, because containers share uids.
 - Servers are not trusted: answers are limited in time and size, redirects are not followed, and no proxy is used. Memory counts as free

@@ -1,1 +1,1 @@
-"""Watches kernels between events: whether they exceed their caps, whether idle ones are really idle, and what they leave behind."""
+"""Checks whether kernels exceed their memory caps, whether idle ones are really idle, and what kernels leave behind when they end."""

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 5.0
 Owner = tuple[str, ProcessIdentity]
-"""The lease that owns a process, and the process's identity when this was determined."""
+"""The owner of a process: the lease's id, and the process's identity at the time its owner was determined."""
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
@@ -232,7 +232,7 @@ class ContextLearner:
         return device_ids == self._broker.records.may_use(kernel)
 
     def _learn(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
-        """Learn the size of a kernel's context if the kernel has exactly one device. With several, the size on each is unknown."""
+        """Learn the size of a kernel's CUDA context. Do nothing if the kernel has several devices, because the size on each is unknown."""
         reserved_mib = kernel.link.reserved_mib if kernel.link is not None else None
         view = self._broker.arbiter.lease(kernel.lease_id)
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None

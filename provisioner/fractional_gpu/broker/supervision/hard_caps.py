@@ -3,8 +3,8 @@
 A group is limited if all of its processes belong to one seat or user (`own_group`). The broker raises a group's limit before one of its
 leases uses or returns to a device, and lowers it after a suspend. The limit is removed when the group's last lease ends.
 
-A restore that exceeds the limit would kill the process, so nothing is restored before the limit is set. A broker that starts while kernels
-are running can't test the driver, but it adopts any limits it finds and keeps them up to date.
+A restore that exceeds the limit would kill the process, so the limit is always raised before a restore. A broker that starts while kernels
+are running can't test whether the driver enforces limits, but it adopts any limits it finds and keeps them up to date.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class HardCaps:
         return any(self._concerns(kernel, key) for key in self._set)
 
     async def apply(self, kernel: Kernel | None = None) -> str:
-        """Update the limits. Return why the limit of `kernel` could not be raised, or "" if there is no problem."""
+        """Update the limits. If the limit of `kernel` could not be raised, return the reason. Otherwise, return ""."""
         if kernel is not None and self.why_not == _NOT_TRIED:
             await self._look(kernel)
         if self.why_not:

@@ -2,8 +2,8 @@
 
 - A lease's memory is free when no process in the kernel's tree holds device memory, on a device or saved on the host, and no device still
   counts it as used. The driver frees memory only after a process has exited. If any of this is unknown, the memory is not considered free.
-- While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts against its owner's limits,
-  and is resumed if it was suspended. The lease's next kernel takes it over. Processes have `_MOMENT_S` to exit along with their kernel.
+- While processes with device memory remain, the lease continues. It keeps its memory and its turns, counts against its owner's limits, and
+  is resumed if it was suspended. The lease's next kernel takes over the lease. Processes have `_MOMENT_S` to exit along with their kernel.
 - Memory that a device still counts as used after `FREED_S`, but attributes to no process, is treated as used without a lease.
 - With `after_kernel: "end"`, remaining processes are ended if they were seen in the tree and their identity and user match.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 ABANDONED: Final = "abandoned"
-"""The reason given for the end of a lease in its history and in the counters."""
+"""The reason shown in a lease's history, and in the counters, if the lease ended because its server had exited."""
 _EVERY_S: Final = 1.0
 
 
@@ -218,9 +218,9 @@ class Survivors:
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
-        """Treat device memory that was not freed as memory that is used without a lease.
+        """Count device memory that was not freed as used without a lease.
 
-        Return once the arbiter knows about it. Only then may other leases get the rest of the lease's memory.
+        Return once the arbiter knows about it. Only after that may other leases get the rest of this lease's memory.
         """
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory, which counts as used without a lease until it is freed",
@@ -233,7 +233,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return the MiB still counted for ended processes. If no kernel is ending, record how much memory belongs to no process."""
+        """Return the MiB still counted for ended processes. If no kernel is ending, note how much memory is charged to no process."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -416,7 +416,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """How many of a control group's processes Linux has killed for lack of memory. The first `accounted` kills can't explain a new exit."""
+    """How many of a control group's processes Linux has killed for lack of memory. The first `accounted` can't explain a new exit."""
 
     limited_by: str
     accounted: int

@@ -1,9 +1,9 @@
 """Carries out the arbiter's time-consuming decisions: suspending, resuming, shrinking, and re-examining leases in an unknown state.
 
-- Each operation first writes its intent to disk (a lease record whose state shows that the lease is being suspended or resumed). Each ends
-  by dispatching an event, whatever happens, because otherwise it would block all later operations.
-- An operation that has begun is finished before the broker exits. An examination of a quarantined lease is abandoned instead, because the
-  next broker will repeat it anyway.
+- Each operation first writes its intent to disk (a lease record whose state shows that the lease is being suspended or resumed). Whatever
+  happens, each ends by dispatching an event. Without that event, no later operation could begin.
+- Before the broker exits, it finishes operations that have begun. Examinations of quarantined leases are abandoned instead, because the
+  next broker will repeat them anyway.
 """
 
 import asyncio
@@ -173,7 +173,7 @@ class Operations:
             )
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Examine the lease until its state is known or changes. If a process has failed, report that once and keep examining."""
+        """Keep examining the lease until its state is known or changes. If a process has failed, report that once and continue."""
         reported = ""
         for attempt in count():
             await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)

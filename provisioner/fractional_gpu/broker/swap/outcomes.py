@@ -1,6 +1,6 @@
 """Decides what a driver error means for the lease, depending on the phase. `docs/driver-errors.md` shows this as a table.
 
-- Nothing can be lost before the checkpoint. The suspend is retried soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
+- If an error occurs before the checkpoint, nothing is lost. The suspend is retried soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
 - A failed checkpoint may leave the process in an unsound state. It is retried only if the error is temporary and the driver reports that
   nothing moved. Without that report, the outcome is UNKNOWN.
 - After a failed restore, the lease counts as saved only if the driver reports that everything is still saved. A restore that runs out of

@@ -126,8 +126,8 @@ class Suspension:
     ) -> Suspended:
         """Suspend the kernel. Return the outcome, the MiB saved (or needed, if too little was reserved), and a sentence.
 
-        If `effect` reserves too little host memory, this method calls `reserve` for more. Cancel it only when the broker is exiting,
-        because processes may stay locked.
+        If the host memory reserved in `effect` is too little, this method calls `reserve` for more. Cancel it only when the broker is
+        exiting, because processes may stay locked.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
@@ -190,8 +190,8 @@ class Suspension:
     async def _close_gate(self, kernel: Kernel) -> Gate:
         """Tell our extension to keep cells waiting from now on. Raises StepError if a cell is running.
 
-        If the extension doesn't answer in time, the kernel is treated as one without our extension. For this, the devices' counters must
-        have been quiet for a while, because a kernel whose Python is blocked (a module holds the GIL) looks idle from its messages.
+        If the extension doesn't answer in time, the kernel is treated as one without our extension. In that case, the devices must show
+        that it has been idle for a while. Its messages don't prove this if its Python is blocked (a module holds the GIL).
         """
         await kernel.until_linked(self._times.gate_s)  # it may not have come back yet after a broker's start
         link = kernel.link
@@ -216,10 +216,10 @@ class Suspension:
         return Gate(shut=link is not None and link.was_read())
 
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """Tell the kernel's extension, if any, to let no further cell run without a grant. Does not wait for a running cell.
+        """Tell the kernel's extension, if it has one, not to let further cells run without a grant. Does not wait for a running cell.
 
-        An extension that doesn't answer (perhaps because the cell holds the interpreter) obeys later. Until it does, a running cell blocks
-        in CUDA. Raises StepError if the kernel should be between two cells but is running a cell in another of its shells.
+        An extension that doesn't answer (perhaps because the cell holds the interpreter) obeys later. Until then, a running cell blocks in
+        CUDA. Raises StepError if the kernel should be between two cells but is running a cell in another of its shells.
         """
         _check_alive(kernel)
         # As in `_close_gate`. A cell that enters the open gate would block without a message to its user.
@@ -245,7 +245,7 @@ class Suspension:
     async def _first_snapshot(
         self, kernel: Kernel, effect: Suspend, *, shrinks: bool
     ) -> tuple[StepError | None, HostSnapshot]:
-        """Return what prevents saving, if anything, and a snapshot. Raises GPUError.
+        """Take a snapshot. Return an error if something prevents saving (or None), and the snapshot. Raises GPUError.
 
         /proc is read while the kernel frees cached memory, and the devices are read afterwards.
         """
@@ -258,7 +258,7 @@ class Suspension:
     async def _use(
         self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return the result of `ProcessInspector.memory_use`, and whether the kernel is between cells, so no new context can appear."""
+        """Return the result of `ProcessInspector.memory_use`, and whether the kernel is between cells, so that no context can appear."""
         use, heirs = await self._inspector.memory_use(kernel, host)
         if effect.preempt:
             # A busy kernel without a context gives its room back if its cell ends soon.
@@ -277,7 +277,7 @@ class Suspension:
     async def _lock_all(
         self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
     ) -> set[ProcessIdentity]:
-        """Lock the processes, adding each to `locked` beforehand. Return those that turn out to have no context and so remain unlocked."""
+        """Lock the processes, adding each to `locked` beforehand. Return those that turn out to have no context and so are not locked."""
         empty = set()
         for identity in use:
             locked.append(identity)
@@ -366,7 +366,7 @@ class Suspension:
 
 
 async def _shrink(kernel: Kernel) -> StepError | None:
-    """Have the idle main loop free cached memory. Return what prevents saving the rest, if anything."""
+    """Have the kernel's idle main loop free cached memory. Return an error if the rest can't be saved, or None."""
     if kernel.link is None:
         return StepError(SuspendOutcome.ABORTED, "the kernel's extension closed its connection")
     word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)

@@ -41,10 +41,10 @@ class Truth:
 
 
 class Swaps:
-    """Runs one operation at a time with the checkpoint worker. `off` explains why no operation is possible, or is "".
+    """Runs one operation at a time with the checkpoint worker. `off` explains why operations are impossible ("" if they aren't).
 
-    `overhead_mib` is kept free of leases on each device, and restores leave up to that much free as a margin. `check` returns a sentence
-    explaining why a kernel can't be checkpointed, or "".
+    `overhead_mib` is the memory on each device that leases can't reserve. A restore needs up to that much free memory as a margin. `check`
+    returns a sentence explaining why a kernel can't be checkpointed, or "" if it can.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Swaps:
     def _lacking_room(
         self, host: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
     ) -> str:
-        """Return a sentence about the first device that lacks room for these processes' saved memory, or "". Raises GPUError.
+        """Return a sentence about the first device that lacks room for these processes' saved memory, or "" if none does. Raises GPUError.
 
         It is unknown how saved memory is divided among several devices, so each must have room for all of it, or for the amount reserved
         there if that is less. A device that no other process uses needs no margin, because waiting would not give it more room.
@@ -290,7 +290,7 @@ def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str
 def _rest_mib(
     kernel: Kernel, host: HostSnapshot, states: Mapping[ProcessIdentity, ProcessState], saved_mib: int
 ) -> int:
-    """Return the MiB needed by the saved processes of a half-saved tree, or 0 if unknown.
+    """Return the MiB needed to restore the saved processes of a partly saved tree, or 0 if unknown.
 
     A broker started after the suspend knows only the total. From that, it subtracts the memory of locked processes, which can't have
     changed, but not the memory of running processes, which may have grown.

@@ -1,7 +1,7 @@
 """Checks the machine: host memory, NVIDIA's driver and devices, and whether this user can checkpoint here. Changes nothing.
 
-The checks suggest huge pages, because page faults are what slows down saving GPU memory to host memory. A trial checkpoint claims the
-devices and skips those that a broker manages, because it is not safe for two processes to make checkpoints at the same time.
+The checks suggest huge pages, because page faults slow down saving GPU memory to host memory. A trial checkpoint claims the devices and
+skips those that a broker manages, because it is not safe for two processes to make checkpoints at the same time.
 """
 
 import asyncio

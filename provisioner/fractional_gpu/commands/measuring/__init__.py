@@ -1,1 +1,1 @@
-"""`jupyter gpu measure` finds out how large a share of a GPU a program needs when it runs alongside others on the same device."""
+"""`jupyter gpu measure` finds out how large a GPU share a program needs when other programs use the same device."""

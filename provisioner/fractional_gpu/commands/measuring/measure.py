@@ -1,8 +1,8 @@
-"""`jupyter gpu measure` measures how large a share of a GPU a program needs when it runs alongside others.
+"""`jupyter gpu measure` finds out how large a GPU share a program needs when other programs use the device, too.
 
-A trial run finds out whether the program reports units of work. If not, each run counts as one unit. After that, the program is measured in
-rounds of steps (`study`). A step starts one or more copies of the program, each under its own lease (`tenants`), and measures them for a
-few seconds. The measurement ends when every confidence interval is narrow enough or time runs out.
+A trial run shows whether the program reports units of work. If not, each run counts as one unit. The program is then measured in rounds of
+steps (`study`). A step starts one or more copies of the program, each with its own lease (`tenants`), and measures them for a few seconds.
+The measurement ends when every confidence interval is narrow enough or time runs out.
 """
 
 import argparse
@@ -430,7 +430,7 @@ def _percentage(option: str, text: str) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """One measurement. Use it only in the main thread, because programs are terminated when the thread that started them exits."""
+    """A measurement. Run it in the main thread, because the programs it starts are terminated when the thread that started them exits."""
 
     plan: Plan
     client: BrokerClient

@@ -2,7 +2,7 @@
 
     python -I -S repeat.py COMMAND [ARGUMENTS]
 
-The first report is written just before the first run, to mark when it began. The script exits with the status of the first failed run.
+A report is also written just before the first run, to mark when it began. The script exits with the status of the first failed run.
 """
 
 import os

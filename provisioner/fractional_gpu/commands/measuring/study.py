@@ -3,12 +3,12 @@
 - A setting is a share and a number of tenants on the device. The baseline is a single tenant that runs alone with the largest share.
 - A round runs one step for each setting. Every other round runs in reverse order (A B B A), so that a steady drift cancels out.
 - A step's typical time per unit of work is the mean of the middle half of its times, because stalls on the host make some units much
-  slower, whatever the share. It is divided by the baseline's typical time in the same round. The result is the centre of these ratios over
-  all rounds. Its confidence interval is the narrower of those from the signed-rank test and the sign test (`fractional_gpu.stats`), which
-  need at least 8 rounds.
+  slower, whatever the share. This is divided by the baseline's typical time in the same round. A setting's result is the centre of these
+  ratios over all rounds. The signed-rank test and the sign test each give a confidence interval, and the narrower one is used
+  (`fractional_gpu.stats`). The tests need at least 8 rounds.
 - The tests use the logarithms of the ratios. If both times carry the same kind of multiplicative noise, however skewed, these logarithms
   are distributed symmetrically, as the signed-rank test assumes.
-- Checking the interval after every round makes errors more likely, so each check uses 98.5 % confidence to achieve 95 % overall.
+- Checking the interval after every round makes errors more likely. Each check therefore uses 98.5 % confidence to achieve 95 % overall.
 - Once a setting's interval is narrow enough, it is not measured again. Steps disturbed by another program are discarded.
 """
 
@@ -25,7 +25,7 @@ from fractional_gpu_kernel.measure import MOST_UNITS
 
 
 class TickError(ValueError):
-    """A program reported its units of work in an invalid format."""
+    """A program's report of its units of work is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ WHOLE_MILLI: Final = 1000
 LOOK_CONFIDENCE: Final = 0.985
 """The confidence level of the interval computed after each round.
 
-It is above the overall 95 %, because measuring stops at the first interval that is narrow enough, and such intervals are wrong more often.
+It is higher than the overall 95 %, because stopping at the first interval that is narrow enough makes errors more likely.
 """
 LEAST_ROUNDS: Final = 8  # fewer rounds do not give such an interval
 
@@ -233,7 +233,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline, then one setting per share, with as many tenants as fit on a device. Larger shares come first.
+    """Return the baseline, then a setting for each share (largest first) with as many tenants as fit on a device.
 
     The baseline is a single tenant with the largest share.
     """
@@ -243,9 +243,9 @@ def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
 
 
 def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline and, for each number of extra copies, the largest share on offer with which they all fit on a device.
+    """Return the baseline and, for each number of extra copies, the largest share at which the program and its copies all fit on a device.
 
-    Raises ValueError if no share on offer is small enough.
+    Only shares in `offered_milli` are considered. Raises ValueError if none of them is small enough.
     """
     found = [Setting(max(offered_milli), 1)]
     for number in sorted(set(copies)):

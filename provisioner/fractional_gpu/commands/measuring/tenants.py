@@ -1,8 +1,8 @@
 """Runs tenants, which are programs that share one device, each under its own lease. During a step, they all run at the same time.
 
-A stub (`commands.run.stub`) holds each program back until all tenants have a place on the same device. The broker chooses the device, so a
-tenant that is placed on a different one gives up its place. Unless waiting is allowed, tenants use only spare room, so that they do not
-jump ahead of waiting leases. To make room, they suspend the same user's idle kernels, each at most once.
+A stub (`commands.run.stub`) holds each program back until all tenants have a place on the same device. The broker chooses each tenant's
+device, so a tenant placed on a different device from the others gives up its place. Unless waiting is allowed, tenants use only spare room,
+so that they do not jump ahead of waiting leases. To make room, they suspend the same user's idle kernels, each at most once.
 """
 
 import os
@@ -174,8 +174,8 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend the user's idle kernels until `wanted` leases fit. Raises NoSpareRoomError.
 
-        The broker measures the devices' memory before each check. If `device_id` is given, this is skipped before the first check, because
-        programs started earlier in the same step are still waiting on that device, and the broker knows about their leases.
+        The broker measures the devices' memory before each check. If `device_id` is given, the first check is made without measuring:
+        programs started earlier in the same step are still waiting on that device, and the broker already knows about their leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -209,9 +209,9 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the fewest of this owner's idle leases, excluding `but`, to suspend so that `wanted` leases fit on one device.
+    """Return the smallest set of this owner's idle kernel leases to suspend so that `wanted` leases fit on one device.
 
-    Return an empty sequence if suspending leases would not be enough, or if another lease is waiting.
+    Leases in `but` are not considered. The result is empty if suspending leases would not be enough, or if another lease is waiting.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
     own = [
@@ -270,9 +270,9 @@ def others_work(
 ) -> str:
     """Return a sentence that says who else was working on the device, or "" if no one was.
 
-    `used_milli` is how much of the device others used, in thousandths, or None if the device does not report this. If None, a lease counts
-    as working while its cell runs. `busy_neighbours` is the number of working leases of all users, including all tenants except one.
-    `bystander` is the lease of the kernel whose cell runs the measurement. That cell runs the whole time, but does not use the device.
+    `used_milli` is how much of the device others used, in thousandths, or None if the device does not report this. If it is None, any lease
+    that is running a cell counts as working. `busy_neighbours` is the number of working leases of all users, including all tenants except
+    one. `bystander` is the lease of the kernel whose cell runs the measurement. That cell runs the whole time, but does not use the device.
     """
     if used_milli is not None and used_milli < OTHERS_MILLI:
         return ""
@@ -321,7 +321,7 @@ class TooSlowError(CommandError):
 
 
 class SilentError(CommandError):
-    """The program succeeded without reporting any units of work, so each run has to count as one unit."""
+    """The program succeeded without reporting any units of work. Each run must therefore count as one unit."""
 
 
 @dataclass(slots=True)
@@ -366,7 +366,7 @@ class Step:
     def _check_bystanders(self) -> None:
         """Raise DisturbedError if a program that is not a tenant used the device.
 
-        Do nothing if a tenant has just ended, because the status is then out of date.
+        If a tenant has just ended, the status is out of date, so this does nothing.
         """
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)

@@ -52,10 +52,10 @@ SIGTERM stops it; the counts stay as they are.
 
 @contextmanager
 def ending() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that sleeps for a number of seconds, but returns True early on SIGTERM or SIGINT. Use it only in the main thread."""
+    """Yield a function that sleeps for some seconds, or returns True early if SIGTERM or SIGINT arrives. Use it only in the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        """Do nothing, because Python itself writes each signal's number to the pipe from `signal_pipe`."""
+        """Do nothing. Python itself writes each signal's number to the pipe from `signal_pipe`."""
 
     with signal_pipe() as wakes, handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), note)):
         yield lambda seconds: bool(select.select([wakes], [], [], seconds)[0])

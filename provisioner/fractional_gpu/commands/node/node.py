@@ -1,7 +1,7 @@
 """Runs the action given in `jupyter gpu node ACTION`, such as `agent` or `install`.
 
-The Slurm Prolog must be fast, so each action imports what it needs when it runs. Slurm drains a node if its Prolog or Epilog fails, so both
-always exit with 0.
+Each action imports what it needs only when it runs, because the Slurm Prolog must be fast. The Prolog and Epilog always exit with 0,
+because Slurm drains a node on which either fails.
 """
 
 import argparse

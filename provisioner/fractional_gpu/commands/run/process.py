@@ -1,4 +1,4 @@
-"""Runs the command given to `jupyter gpu run`. Its process waits until it has the GPU, then behaves as if a shell had started it.
+"""Runs the command given to `jupyter gpu run` once it has the GPU. The command then behaves as if a shell had started it.
 
 - The process starts as a small program (`stub`), so that the broker knows its pid before the command replaces the stub.
 - The command has its own process group. If the runner controls the terminal, it hands control to this group, so that Ctrl-C and Ctrl-Z
@@ -61,7 +61,7 @@ def check_program(command: Sequence[str]) -> None:
 class HeldCommand:
     """A command that waits in a stub process until `go` is called. `environment` must contain the lease's id, for the broker to read.
 
-    If `output` is given, stdout and stderr go to this file, and stdin is empty. Otherwise, the command shares all three with this process.
+    If `output` is given, stdout and stderr are written to that file, and stdin is empty. Otherwise, all three are shared with this process.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Wait for the command to end. Return its exit status, or -N if signal N killed it. First pass on the signals in `noted`.
+        """Pass on the signals in `noted`, then wait for the command to end. Return its exit status, or -N if signal N killed it.
 
         `passed_on` is called with each signal's number after it has been passed on, and `continued` when the runner gets SIGCONT.
         """
@@ -191,7 +191,7 @@ class RunningCommand:
         )
 
     def end(self, patience_s: float) -> int:
-        """Send SIGTERM to the command's group, kill what is left of it after at most `patience_s`, and return the command's exit status."""
+        """Send SIGTERM to the command's group, kill any processes left after `patience_s` seconds, and return the command's exit status."""
         if self._child.returncode is None:
             self._signal(signal.SIGTERM)
             pidfd = os.pidfd_open(self.pid)
@@ -235,7 +235,7 @@ class RunningCommand:
 def die_of(number: int) -> int:
     """Kill this process with the signal that killed the command, without dumping core.
 
-    The first process in a container survives the signal. In that case, return 128 + N for signal N.
+    The signal cannot kill the first process in a container. In that case, return 128 + N for signal N.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     with suppress(OSError):  # SIGKILL has no handler

@@ -1,4 +1,4 @@
-"""`jupyter gpu run` runs any program under a lease like a kernel's, and suspends the program while it is idle.
+"""`jupyter gpu run` runs any program with a lease, as if it were a kernel, and suspends it when it is idle.
 
 The command checks its options, takes a lease, and starts a small program, the stub, under that lease. Once the stub has the GPU, it
 replaces itself with the program. `supervisor` maintains the lease until the program exits, and `jupyter gpu run` returns its exit status.

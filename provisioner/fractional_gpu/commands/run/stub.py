@@ -2,7 +2,7 @@
 
     python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
 
-Because exec keeps the pid, the broker knows the process before the command runs. RUNNER is the parent's pid. The stub reads the command's
+Because exec keeps the pid, the broker knows the pid before the command runs. RUNNER is the parent's pid. The stub reads the command's
 environment as JSON from file descriptor IN, and exits if it reads nothing. If exec fails, the stub writes the error number to file
 descriptor OUT. The command gets SIGTERM if its runner dies (PR_SET_PDEATHSIG).
 """

@@ -1,8 +1,8 @@
 """Maintains a running command's lease: reports when the command needs the GPU, prints notices, and carries on if the broker exits.
 
 One thread follows the lease's state. Another looks for signs that the command needs the GPU, and when it finds one, starts a third thread
-to wait for the GPU. If the broker has exited, it is restarted only when the command needs the GPU. These are daemon threads, and they never
-terminate the command.
+to wait for the GPU. If the broker has exited, it is not restarted until the command needs the GPU. All of these are daemon threads, and
+none of them ever terminates the command.
 """
 
 import errno
@@ -34,7 +34,7 @@ from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 _ESTABLISHED: Final = 1  # TCP states
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
-"""How long a half-closed connection counts as open. Its client may still be waiting for an answer, or may be gone."""
+"""How long a half-closed connection counts as open, because its client may still be waiting for an answer."""
 
 
 class Ports:
@@ -132,7 +132,7 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""If a command uses at least this much CPU time between two readings, it is computing. Otherwise, it is waiting, perhaps for the GPU."""
+"""A command that uses at least this much CPU time between two readings is computing. One that uses less is waiting, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
 """A resume counts as unnecessary if the command uses less CPU time than this afterwards and does not use the device."""
 LOOK_S: Final = 0.25
@@ -146,7 +146,7 @@ class CpuWatch:
 
     The command is assumed to be waiting for the GPU:
 
-    - At once, if it has used the CPU since it was suspended and is now hardly using it.
+    - Immediately, if it has used the CPU since it was suspended, but is now hardly using it.
     - After `FIRST_PATIENCE_S`, if it last used the CPU just before it was suspended, because it may have been about to use the GPU.
     - After `LONGEST_PATIENCE_S`, if it computes without pausing, because one of its threads may be waiting.
     - Never, if it has not used the CPU at all, because it must still be waiting for the same thing as before it was suspended.
@@ -328,10 +328,10 @@ class Supervisor:
             threading.Thread(target=target, name=f"gpu-{target.__name__.strip('_')}", daemon=True).start()
 
     def wake(self, *, ending: bool = False) -> None:
-        """Resume a suspended command so that it can handle a signal. This returns at once and may be called from any thread.
+        """Resume a suspended command so that it can handle a signal. Returns immediately. May be called from any thread.
 
-        `ending` means that the signal asks the command to exit. In that case, a command that is normally resumed by connections to its
-        ports stays resident while it cleans up, because clients may no longer connect.
+        Set `ending` if the signal asks the command to exit. A command that is normally resumed by connections to its ports then stays
+        resident while it cleans up, because clients may no longer connect.
         """
         if ending and self._ports is not None:
             self._is_ending = True

@@ -1,1 +1,1 @@
-"""Options of `jupyter gpu simulate` for sessions, the machine and metering."""
+"""Session, machine and metering options for `jupyter gpu simulate`."""

@@ -10,9 +10,9 @@ from fractional_gpu.simulator.result import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of a search: the runs for all seeds and, in `by_seed`, the smallest number that is enough for each seed alone.
+    """The result of a search: one run per seed, each with the smallest number of devices or hosts that is enough for all seeds.
 
-    `of` is the number of existing hosts, if that limits the search.
+    `by_seed` has the smallest number for each seed alone. If the number of existing hosts limits the search, `of` is that number.
     """
 
     results: list[Result]

@@ -26,7 +26,7 @@ _FORM = (
 
 
 class MachineOptions:
-    """Options that describe the machine. `shapes` lists each GPU's size in MiB, by host. A search may add more hosts like the last one.
+    """Options that describe the machine. `shapes` lists the GPU sizes of each host, in MiB. A search may add copies of the last host.
 
     `limit` is the number of existing hosts, or None if a search may use any number.
 
@@ -105,7 +105,7 @@ class MachineOptions:
 
 
 def _hosts(text: str) -> list[tuple[int, ...]]:
-    """Return the sizes of each host's GPUs in MiB, given a string such as `4x(8x80GiB),2x(4x40GiB)`, or one host for `?x(8x80GiB)`."""
+    """Parse hosts such as `4x(8x80GiB),2x(4x40GiB)` into GPU sizes per host, in MiB. `?x(8x80GiB)` (any number of hosts) gives one host."""
     shapes: list[tuple[int, ...]] = []
     parts, at = text.strip(), 0
     while at < len(parts):

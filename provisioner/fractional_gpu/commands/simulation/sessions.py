@@ -1,6 +1,6 @@
 """The sessions for `jupyter gpu simulate`, taken from two files, synthetic users, or a broker's own ledger (`--from-ledger`).
 
-Each lease in a ledger becomes a session. Each period in which the lease held the GPU becomes a cell, or the rest of a preempted cell.
+Each lease in a ledger becomes a session. Each period in which the lease held the GPU becomes a cell, or the remainder of a preempted cell.
 Recorded waits are removed, so that only the user's own pauses remain between cells. docs/simulator.md says what a ledger does not record.
 """
 

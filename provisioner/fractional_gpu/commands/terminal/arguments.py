@@ -20,7 +20,7 @@ FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser. It prints descriptions exactly as written, and does not allow abbreviated options."""
+    """A command's parser. It prints descriptions exactly as written, and rejects abbreviated options."""
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print the help. Raises OSError, which argparse has suppressed since Python 3.12."""
+        """Print the help. Raises OSError if writing fails. Since Python 3.12, argparse itself ignores this error."""
         (sys.stdout if file is None else file).write(self.format_help())
         sys.stdout.flush()
 

@@ -39,7 +39,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return the pids of this user's kernels (for root, all users') that have leases from the broker at this socket."""
+    """Return the pids of this user's kernels with leases from the broker at this socket. For root, include all users' kernels."""
     from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed only if no broker answers
 
     try:
@@ -58,9 +58,9 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 
 @contextmanager
 def say_if_slow(text: str, client: BrokerClient | None = None) -> Iterator[Progress]:
-    """Show the text on standard error if the `with` block takes more than two seconds.
+    """Show the text on standard error if the `with` block lasts more than two seconds.
 
-    If a client is given, also tell the user when its broker stops responding.
+    If a client is given, the user is also notified when its broker stops responding.
     """
     with Progress(text) as progress, ExitStack() as stack:
         if client is not None:

@@ -28,9 +28,9 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 class Progress(AbstractContextManager["Progress"]):
     """A display of what a command is doing and how far it has got. It appears after two seconds and lasts until the `with` block ends.
 
-    On a terminal, a thread draws a bar and erases it at the end. On any other output, it prints each new value of `what` once or, if the
-    counter is called, lines such as `WHAT: 3 of 8 THINGS after 5 s`, at most one every two seconds. If `silent` is set, it prints nothing
-    there. `within_s` is the longest the command may take. If it is given, the bar shows time instead of a count.
+    On a terminal, a thread draws a bar and erases it at the end. On any other output, the thread prints `what` whenever it changes or, once
+    the counter is called, lines such as `WHAT: 3 of 8 THINGS after 5 s`. It prints at most one line every two seconds, and none if `silent`
+    is set. If `within_s` (the command's time limit) is given, the bar shows time instead of a count.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ def is_drawable(out: TextIO) -> bool:
 class WaitLine:
     """A notice that says why a program is waiting for the GPU, its place in the queue and the expected wait.
 
-    It appears after two seconds, and again after changes. A separate thread calls `say`, because the broker sends nothing between changes.
+    It appears after two seconds, and again when something changes. A separate thread calls `say`, because the broker only sends changes.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -24,7 +24,7 @@ def short_id(lease_id: str) -> str:
 
 
 def short_path(label: str, most: int) -> str:
-    """Shorten a path to `most` characters, but keep its last component, as in `~/.../name.ipynb`. Return other labels unchanged."""
+    """Shorten a path to `most` characters, keeping its last component, as in `~/.../name.ipynb`. Leave other labels unchanged."""
     if len(label) <= most or not (label.startswith("/") or label.endswith(".ipynb")) or "/" not in label:
         return label
     start = "~/..." if label.startswith(os.path.expanduser("~/")) else "..."  # noqa: PTH111 - without HOME, too
@@ -67,7 +67,7 @@ _LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
-    """Draw the device's memory as a row of `cells` characters. Each kind of memory in use gets at least one, if any are left."""
+    """Draw the device's memory as a row of `cells` characters. Any memory in use gets at least one character, if there is space left."""
     used_by_leases = max(0, device.used_mib - device.stranger_mib)
     parts = (
         (_OTHERS, device.stranger_mib),
@@ -145,7 +145,7 @@ def _left_line(lease: LeaseStatus) -> str:
 
 
 def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "list[Text]":
-    """Return a table of the leases, then notes, then the reason each waiting lease is waiting. Paths too long for `width` are shortened."""
+    """Return a table of the leases, followed by notes and the reasons leases are waiting. Paths are shortened to fit in `width`."""
     users = {(lease.spec.owner, lease.spec.uid) for lease in leases}
     is_own = len(users) == 1 and users.pop()[1] in (None, os.geteuid())
     header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED", "USER")[: 6 if is_own else 7]

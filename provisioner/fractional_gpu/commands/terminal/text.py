@@ -1,8 +1,8 @@
 """Formats terminal output: errors, and lines and tables laid out by rich, in colour if supported.
 
 Labels and the names of users, pools and processes are untrusted. They are not parsed as markup, and `harmless` keeps them from controlling
-the terminal. A width of None means that the output goes to a program, so nothing is wrapped or cut. The text is complete without the
-colours. Rich is not imported until a line is created, because help, completion and `jupyter gpu run` do not need it.
+the terminal. A width of None means that the output goes to a program, so nothing is wrapped or cut. No information is shown by colour
+alone. Rich is not imported until a line is created, because help, completion and `jupyter gpu run` do not need it.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def table(
 ) -> "list[Text]":
     """Return the lines of a table, with two spaces between columns. An empty `header` is omitted.
 
-    Columns from index `figures_from` onwards are right-aligned. `least` lists the minimum widths of the first columns. To fit a `width`,
-    cells in the widest columns are wrapped over several lines, except in the first `whole` columns.
+    Columns from index `figures_from` onwards are right-aligned. `least` lists the minimum widths of the first columns. If the table is
+    wider than `width`, cells in the widest columns are wrapped over several lines, except in the first `whole` columns.
     """
     from rich.console import Console  # noqa: PLC0415 - as said above
     from rich.table import Table  # noqa: PLC0415 - as said above

@@ -1,1 +1,1 @@
-"""Forecasts learnt from swaps, cells and waits, their accuracy, and advice about shares."""
+"""Learns forecasts from swaps, cells and waits, tracks their accuracy, and gives advice about shares."""

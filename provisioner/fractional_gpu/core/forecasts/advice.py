@@ -1,17 +1,17 @@
-"""Suggests which of the shares on offer would be enough for a notebook, and says how often that share would have been too small.
+"""Suggests which of the pool's shares is enough for a notebook, and says how often it would have been too small.
 
 **Memory.** A share fits if its memory covers every day's peak plus a margin: a twentieth of the peak, or the growth expected in two weeks
-if that is more. A day on which a share was full counts as short of memory for that share and all smaller ones, and as unknown for larger
-ones. By Laplace's rule of succession, the probability that the next day will be short is at most about (short + unknown + 1) / (days + 2).
+if that is more. A day on which a share was full counts as short of memory for it and all smaller shares, and as unknown for larger ones. By
+Laplace's rule of succession, the probability of a share being too small the next day is at most about (short + unknown + 1) / (days + 2).
 
 **Compute.** With time slicing, a cell takes longer if neighbours use the rest of the device, and `time_slicing` computes how much longer. A
-share with a mean slowdown of more than a fifth is not suggested, unless the present share is just as slow. With MPS, a share limits what a
-cell can use, so a cell that could use n times its share takes n times as long.
+share that slows cells down by more than a fifth on average is not suggested, unless the present share is just as slow. With MPS, a share
+limits what a cell can use, so a cell that could use n times its share takes n times as long.
 
-**Suggestions.** Nothing is changed automatically. A smaller share is suggested if it would not have been short on any day for at least a
-week. A larger share is suggested if the present share was full on any day, is too small for the expected growth, or (with MPS) slows cells
-down. After a full day, the suggested share has at least twice the memory and at least `predicted_peak_mib`. After a suggested share is
-adopted, its days are counted separately, and a single full day rules it out.
+**Suggestions.** Nothing is changed automatically. A smaller share is suggested if it would have been enough every day for at least a week.
+A larger share is suggested if the present one was full on any day, is too small for the expected growth, or (with MPS) slows cells down. If
+the present share was full, the larger one has at least twice its memory and at least `predicted_peak_mib`. Once a suggested share is
+adopted, its days are counted separately, and it is ruled out if it is full on even one of them.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ _MOST_GROWTH_MILLI = 1_000
 
 
 class Verdict(StrEnum):
-    """The kinds of suggestions. The values are part of the protocol."""
+    """The kinds of suggestion. The values are part of the protocol."""
 
     SMALLER = "smaller"
     LARGER = "larger"
@@ -85,7 +85,7 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A suggestion and the figures behind it.
+    """A suggestion and the figures it is based on.
 
     `risk` describes the suggested share, or the present share if none is suggested. `smaller` describes the next smaller share.
     """
@@ -175,7 +175,7 @@ def _choose(
 
 
 def is_short(share: Share, day: ShareDay) -> bool:
-    """Return whether the day's record shows that the share was, or would have been, too small."""
+    """Return whether the day's record shows that the share was (or would have been) too small."""
     return day.peak_mib > share.memory_mib or (day.is_full and share.memory_mib <= day.share.memory_mib)
 
 
@@ -218,12 +218,12 @@ _PRIOR_SCALE = 0.5  # a peak e times larger is e squared times rarer
 
 
 def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
-    """Return the predicted median of the largest peak in the next `days` days, in MiB.
+    """Predict the largest peak in the next `days` days (its median), in MiB.
 
     The model assumes that days are independent, and that the logarithms of peaks above the median are exponentially distributed (a Pareto
-    tail). The scale of the tail is the sum of all excesses divided by the number of fully seen peaks (Hill 1975; Beirlant et al. 2007 for
-    censored observations). A short record says little about the tail, so the estimate starts with `_PRIOR_DAYS` days of an assumed scale.
-    These constants and the threshold were chosen using seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
+    tail). The scale of the tail is the sum of all excesses, divided by the number of peaks at which the share was not full (Hill 1975;
+    Beirlant et al. 2007 for censored observations). A short record says little about the tail, so the estimate starts with `_PRIOR_DAYS`
+    days of an assumed scale. These constants and the threshold were chosen using seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
     """
     ordered = sorted(peaks)
     median = ordered[(len(ordered) - 1) // 2].mib
@@ -235,10 +235,10 @@ def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
 
 
 def _growth_milli(peaks: Mapping[int, Peak]) -> int:
-    """Return the expected growth of peaks over `HORIZON_DAYS`, in thousandths of the largest peak, or 0 without a trend or enough days.
+    """Return how much peaks are expected to grow in `HORIZON_DAYS`, in thousandths of the largest peak.
 
-    The growth is computed from the median slope over all pairs of days (Theil 1950, Sen 1968), if the Mann-Kendall test (Mann 1945) finds a
-    trend at the 1 % level.
+    This is computed from the median slope over all pairs of days (Theil 1950, Sen 1968). It is 0 if there are too few days, or if the
+    Mann-Kendall test (Mann 1945) finds no upward trend at the 1 % level.
     """
     count = len(peaks)
     if count < 2 * LEAST_DAYS:
@@ -254,7 +254,7 @@ def _growth_milli(peaks: Mapping[int, Peak]) -> int:
 
 
 def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp | None:
-    """Return how a suggested share has performed since it was suggested, or None if it was not used."""
+    """Return how a suggested share has performed since it was suggested. Return None if it was not used."""
     since = [one for one in days if given is not None and one.day >= given.day and one.share.milli == given.milli]
     if given is None or not since:
         return None
@@ -268,7 +268,7 @@ def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp |
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return how long the device was used at each level of use. Levels are in thousandths of a device, rounded up, and times in ms."""
+    """Return (utilisation, time) pairs for the device. Utilisation is in thousandths, rounded up, and time is in ms."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)
@@ -294,7 +294,7 @@ _WORTH_A_WORD_MILLI = 1_005  # smallest slowdown worth mentioning
 
 
 def sentence(advice: Advice) -> str:
-    """Return the advice as sentences, without the final full stop, or an empty string if there is nothing to say."""
+    """Return the advice as sentences, without the final full stop. Return an empty string if there is nothing to say."""
     parts = []
     if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
         why = "would suffice" if advice.verdict is Verdict.SMALLER else "is suggested"
@@ -313,7 +313,7 @@ def sentence(advice: Advice) -> str:
 
 
 def brief(advice: Advice) -> str:
-    """Return a short form of the advice, such as `1/4 GPU would have been enough on 12 of 12 days`, or an empty string."""
+    """Return short advice, such as `1/4 GPU would have been enough on 12 of 12 days`. Return an empty string if there is none."""
     risk = advice.risk
     if advice.verdict is Verdict.SMALLER:
         return f"{_share(risk)} would have been enough on {risk.days - risk.short_days} of {plural(risk.days, 'day')}"

@@ -1,6 +1,6 @@
-"""Records the sizes that a pool's leases request. A size is the memory on each device and the number of devices.
+"""Records the sizes of the leases requested in a pool. A size is the memory on each device and the number of devices.
 
-Every ticket for room is recorded, unless its lease reserves memory by use and therefore has no fixed size.
+Each time a lease queues for room, its size is recorded, unless its reservation follows its memory use and so has no fixed size.
 """
 
 from collections import Counter
@@ -34,9 +34,9 @@ class RequestedSizes:
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
 
     def usable(self, free_mib: int) -> int:
-        """For each recent one-device request, compute how many MiB of a device's free memory copies of it could fill. Return the sum."""
+        """For each recent request for a single device, compute how much of `free_mib` could be filled with copies of it. Return the sum."""
         return sum([free_mib // mib * mib * weight for mib, weight in self._singles if mib <= free_mib])
 
 
 NO_REQUESTS = RequestedSizes()
-"""The sizes for a pool that has had no requests."""
+"""The value for a pool without any requests."""

@@ -1,19 +1,19 @@
-"""Forecasts of swaps, cells, gaps between cells, waits and demands, learnt from earlier outcomes.
+"""Forecasts swaps, cells, gaps between cells, waits and demands from earlier outcomes.
 
 A forecast is the median of the most recent outcomes of its kind. Forecasts shown to people have bounds, which a `Band` corrects. Decisions
-use expected values, with one exception: kernels on a device that will become unavailable are saved early enough to finish even if saving
-takes as long as the upper bound (`widest_swap_span`), because state is lost if a forecast is too short.
+use expected values, with one exception. If a device will become unavailable, its kernels are saved early enough to finish even if saving
+takes as long as the upper bound (`widest_swap_span`). Otherwise, their state could be lost.
 
-- Swaps are forecast from a line fitted to recent swaps of the same kind on the same device model.
-- Cells and gaps are forecast from the lease's most recent ones, mixed with a few typical ones from all leases.
+- The duration of swaps is forecast from a line fitted to recent swaps of the same kind on the same device model.
+- The duration of cells and gaps is forecast from the lease's most recent ones, and a few typical ones from all leases.
 - Waits are computed from the queue by `queue_wait`, and corrected here using recent waits of the same kind and similar length.
 - Slowdowns caused by busy neighbours are computed from a model of contention, and corrected using recent cells.
-- A lease's demand, and how often signs of its next cell are right, are decaying means. New leases start with means over earlier leases.
+- A lease's demand, and how often signs of its next cell are right, are decaying means. New leases start with the means of earlier ones.
 - Two more things are learnt: the time that cells lose because idle leases hold memory (`HoldCosts`), and the sizes that leases request
   (`RequestedSizes`).
 
-Memory use is bounded. A lease takes up a few kilobytes from its first cell until `forget` is called. Callers pass times from the arbiter's
-clock in ms. Results are deterministic, so that the arbiter can base decisions on them.
+Memory use is bounded. Each lease uses a few kilobytes from its first cell until `forget` is called. Times are in ms on the arbiter's clock.
+Results are deterministic, so that the arbiter can base decisions on them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -63,7 +63,7 @@ _FIRST_SIZES_MIB = (0, 8192)  # of the two swaps with published times
 
 
 def _line(first: tuple[float, float], swaps: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Fit a line to pairs of MiB and ms. Return the fixed time in ms and the slope in ms per MiB, neither of which is negative."""
+    """Fit a line to (MiB, ms) pairs. Return the fixed time in ms and the slope in ms per MiB. Neither is negative."""
     fixed, slope = first
     if not swaps:
         return first
@@ -93,7 +93,7 @@ _GAPS_S = (12, 26, 39, 53, 75, 105, 135, 165, 218, 293, 368, 443, 893, 1_718, 3_
 
 @dataclass
 class Durations:
-    """The most recent durations of each lease and of all leases, in ms."""
+    """The most recent durations, for each lease and for all leases together, in ms."""
 
     common: list[int]
     own: dict[str, list[int]] = field(default_factory=dict)
@@ -112,12 +112,12 @@ class Durations:
         self.__dict__.pop("typical", None)
 
     def of(self, lease_id: str) -> Sequence[int]:
-        """Return the lease's own durations and the typical durations in one sorted sequence."""
+        """Return the lease's own durations and the typical ones, sorted together."""
         return sorted([*self.own.get(lease_id, ()), *self.typical])
 
 
 def rest_ms(durations: Sequence[int], elapsed_ms: int, part: float) -> int:
-    """Return the `part` quantile of the time remaining after `elapsed_ms`, in ms.
+    """Return the `part` quantile of the time remaining, in ms, when `elapsed_ms` has passed.
 
     If no recorded duration was longer, the median remaining time is taken to be `elapsed_ms`.
     """
@@ -133,7 +133,7 @@ def _rest_span(durations: Sequence[int], elapsed_ms: int) -> Span:
 
 
 def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> int:
-    """Return the probability that something that has lasted `elapsed_ms` will end within the next `within_ms`, in thousandths."""
+    """Return the probability, in thousandths, that what has lasted `elapsed_ms` so far ends within the next `within_ms`."""
     gone = bisect_right(durations, elapsed_ms)
     if gone == len(durations):
         return 0
@@ -141,7 +141,7 @@ def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> i
 
 
 class Rhythm(NamedTuple):
-    """The period in which a lease's next cell is likely to start, and the probability in thousandths that it does."""
+    """The period in which a lease's next cell is likely to start, and the probability of this in thousandths."""
 
     from_ms: int
     until_ms: int
@@ -158,7 +158,7 @@ _SHORTEST_WINDOW_MS = 20_000
 
 @dataclass(slots=True)
 class Mean:
-    """A mean in thousandths. At first, samples have equal weight. Later, older ones lose weight. The first value counts as two samples."""
+    """A mean in thousandths. Samples have equal weight at first. Later, older ones count less. The initial value counts as two samples."""
 
     value: float
     count: int = 2
@@ -173,7 +173,7 @@ _OWN_SAMPLES, _COMMON_SAMPLES = 16, 256  # number of samples after which weights
 
 @dataclass(slots=True)
 class LeaseMeans:
-    """A mean for each lease, and common means (by pool or sign) from which new leases start."""
+    """A mean for each lease, and common means (for each pool or sign) as the initial values for new leases."""
 
     first_milli: int
     own: dict[str, Mean] = field(default_factory=dict)
@@ -197,7 +197,7 @@ _FIRST_HELD = 40_000 * 3_600_000
 
 @dataclass(slots=True)
 class HoldCosts:
-    """The time that cells lose because idle leases hold memory, per MiB and ms. Old losses count for less with each new cell."""
+    """The time that cells lose because idle leases hold memory, per MiB and ms. Each new cell reduces the weight of earlier losses."""
 
     lost: int = 0  # ms times _STEP
     held: int = _FIRST_HELD  # MiB times ms
@@ -209,7 +209,7 @@ class HoldCosts:
 
     @property
     def rate(self) -> int:
-        """The loss per MiB and ms, times 1 << RATE_BITS, rounded down to three significant bits so that it rarely changes."""
+        """The loss per MiB and ms, times 1 << RATE_BITS. It is rounded down to three significant bits, so that it rarely changes."""
         rate = (self.lost << RATE_BITS) // (_STEP * self.held) if self.held else 0
         low = max(0, rate.bit_length() - 3)
         return rate >> low << low
@@ -249,7 +249,7 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSpan(Span):
-    """The forecast of a wait, with the kind of wait and the computed wait before correction."""
+    """The forecast of a wait, with the kind of wait and the computed wait it was corrected from."""
 
     kind: str  # "swap", or "busy" if a busy lease must leave first
     basis_ms: int  # as computed by `queue_wait`
@@ -311,7 +311,7 @@ class Forecasts:
     def _record_outcome(
         self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
     ) -> None:
-        """Compare a forecast with its outcome, and adapt the bounds. `stated` is the forecast that was shown, if it differs from `span`."""
+        """Compare a forecast with its outcome, and adjust the bounds. `stated` is the forecast shown to the user, if it was not `span`."""
         happened = max(0, happened)
         stated = stated or self._stated(kind, name, span)
         self.accuracy.setdefault(kind, Accuracy()).compare(stated, happened)
@@ -323,7 +323,7 @@ class Forecasts:
         return entry_of(self.bands, f"{kind} {name}", Band)
 
     def _corrected(self, name: str, first: Sequence[float], basis: int) -> Span:
-        """Return a forecast with bounds: the computed value `basis`, scaled by recent ratios of outcomes to computed values."""
+        """Return a forecast with bounds, by scaling the computed value `basis` by recent ratios of outcomes to computed values."""
         ratios = sorted(self.ratios.get(name, first))
         low, expected, high = (max(0.0, quantile(ratios, part) * (basis + PAD) - PAD) for part in (0.1, 0.5, 0.9))
         return _span(expected, low, high)
@@ -334,7 +334,7 @@ class Forecasts:
     # -- swaps ---------------------------------------------------------------------------------------------------------
 
     def swap_finished(self, kind: str, device_name: str, mib: int, took_ms: int) -> None:
-        """Learn from a successful `SUSPEND` or `RESUME` of this many MiB."""
+        """Update the forecasts with how long a successful `SUSPEND` or `RESUME` of this many MiB took."""
         self._record_outcome(kind, device_name, self._swap_span(kind, device_name, mib), took_ms)
         name = f"{kind} {device_name}"
         add_last(entry_of(self.swaps, name, list), (max(0, mib), max(0, took_ms)), _SWAPS)
@@ -357,14 +357,14 @@ class Forecasts:
         return self._stated(kind, device_name, self._swap_span(kind, device_name, mib))
 
     def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return `swap_span` with bounds at least as wide as the initial bounds. Use it if saving too late would lose state."""
+        """Return `swap_span`, with bounds at least as wide as the initial ones. Use this if state would be lost by saving too late."""
         first, stated = self._swap_span(kind, device_name, mib), self.swap_span(kind, device_name, mib)
         return _span(stated.expected_ms, min(first.low_ms, stated.low_ms), max(first.high_ms, stated.high_ms))
 
     # -- cells and gaps ------------------------------------------------------------------------------------------------
 
     def cell_began(self, lease_id: str, at_ms: int, device_name: str = "") -> None:
-        """Record the start of a cell and the end of the gap before it. A second call, after a wait, replaces the start time."""
+        """Record the start of a cell and the end of the gap before it. If the cell then waits, call this again to update the start time."""
         times = self._times.setdefault(lease_id, _CellTimes())
         if times.ended_ms is not None:
             self.gaps.add(lease_id, max(0, at_ms - times.ended_ms))
@@ -407,7 +407,7 @@ class Forecasts:
         return 1000 if idle_ms is None else chance_milli(self.gaps.of(lease_id), idle_ms, within_ms)
 
     def rhythm(self, lease_id: str, now_ms: int) -> Rhythm | None:
-        """Return when the lease's next cell is likely, based on earlier gaps, or None if the gaps are too few or too irregular."""
+        """Predict from earlier gaps when the lease's next cell is likely, or return None if the gaps are too few or too irregular."""
         idle_ms, own = self._idle_ms(lease_id, now_ms), sorted(self.gaps.own.get(lease_id, ()))
         if idle_ms is None or len(own) < _RHYTHM_GAPS:
             return None
@@ -421,7 +421,7 @@ class Forecasts:
         return None
 
     def _idle_ms(self, lease_id: str, now_ms: int) -> int | None:
-        """Return how long the lease has been idle in ms, 0 if it has never run a cell, or None while a cell is running."""
+        """Return how long the lease has been idle, in ms (0 if it has never run a cell). Return None while a cell is running."""
         times = self._times.get(lease_id)
         if times is None:
             return 0
@@ -430,12 +430,12 @@ class Forecasts:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
-        """Return a forecast of the wait: the computed wait, corrected using recent waits of the same kind and similar length."""
+        """Forecast a wait by correcting the computed wait, using recent waits of the same kind and similar length."""
         span = self._stated(WAIT, kind, self._corrected(_wait_class(kind, basis_ms), _FIRST_WAITS, basis_ms))
         return WaitSpan(**asdict(span), kind=kind, basis_ms=basis_ms)
 
     def wait_ended(self, expected: WaitSpan, waited_ms: int, *, given_up: bool = False) -> None:
-        """Learn from a wait. An abandoned wait is used only if it exceeded its upper bound, because its full length is unknown."""
+        """Update the forecasts with how long a wait took. Ignore an abandoned wait unless it exceeded its upper bound."""
         name = _wait_class(expected.kind, expected.basis_ms)
         span = self._corrected(name, _FIRST_WAITS, expected.basis_ms)
         if not given_up:
@@ -449,13 +449,13 @@ class Forecasts:
     # -- slowdowns -----------------------------------------------------------------------------------------------------
 
     def slowdown_span(self, device_name: str, others: int, model_milli: int) -> Span:
-        """Forecast how much this number of busy neighbours slows down a cell, in thousandths."""
+        """Forecast a cell's slowdown with this number of busy neighbours, in thousandths."""
         corrected = self._corrected(_neighbour_class(device_name, others), _FIRST_SLOWDOWNS, model_milli)
         span = self._stated(SLOWDOWN, device_name, corrected)
         return _span(max(_WHOLE, span.expected_ms), max(_WHOLE, span.low_ms), max(_WHOLE, span.high_ms))
 
     def learn_slowdown(self, lease_id: str, neighbours: Neighbours, lasted_ms: int, *, ended_alone: bool) -> None:
-        """Learn from a cell that started with these neighbours."""
+        """Update the slowdown forecasts with a cell that started with these neighbours."""
         device_name, others, model_milli, stated = neighbours
         if lasted_ms < _LEAST_CELL_MS:
             return
@@ -480,7 +480,7 @@ class Forecasts:
         return self._stated(SEAT, pool, worked_out)
 
     def seat_given(self, pool: str, worked_out: Span, stated: Span, waited_ms: int) -> None:
-        """Learn from a wait for a seat. `worked_out` and `stated` were forecast when the wait started."""
+        """Update the forecasts with how long the wait for a seat took. `worked_out` and `stated` were forecast when it began."""
         self._record_outcome(SEAT, pool, worked_out, waited_ms, stated=stated)
 
     # -- demands, signs, memory held, sizes ----------------------------------------------------------------------------
@@ -490,9 +490,9 @@ class Forecasts:
         return self.demands.milli(lease_id, pool)
 
     def demand_seen(self, lease_id: str, pool: str, milli: int, *, most_milli: int | None = None) -> int:
-        """Learn that a busy lease uses `milli` thousandths of a device, and return the lease's demand.
+        """Record that a busy lease uses `milli` thousandths of a device, and return its updated demand.
 
-        On a fully used device, the demand is only known to be between `milli` and `most_milli`.
+        If the device is fully used, all that is known is that the demand lies between `milli` and `most_milli`.
         """
         if most_milli is not None:
             before = self.demand_milli(lease_id, pool)
@@ -503,31 +503,31 @@ class Forecasts:
         return self.demand_milli(lease_id, pool)
 
     def sign_milli(self, lease_id: str, sign: Sign) -> int:
-        """Return how often this sign of the lease's next cell has been right, in thousandths. Cheap to call."""
+        """Return how often this sign has correctly predicted the lease's next cell, in thousandths. Cheap to call."""
         return self.signs.milli(f"{sign} {lease_id}", sign)
 
     def sign_settled(self, lease_id: str, sign: Sign, *, true: bool) -> None:
-        """Learn whether a cell followed this sign in time."""
+        """Record whether this sign was followed by a cell in time."""
         self.signs.learn(f"{sign} {lease_id}", sign, 1000 if true else 0)
 
     def hold_cost(self, pool: str, mib: int, wait: int) -> int:
-        """Return what an idle lease with this much memory costs the pool's cells per ms, if each ms of waiting costs `wait`."""
+        """Return the cost to the pool's cells, per ms, of an idle lease that holds this much memory. A ms of waiting costs `wait`."""
         return mib * wait * self.hold_rate(pool) >> RATE_BITS
 
     def hold_rate(self, pool: str) -> int:
-        """Return the learnt rate at which holding memory costs time, which is a factor in `hold_cost`."""
+        """Return the pool's learnt rate of time lost per MiB and ms held, as used by `hold_cost`."""
         known = self.holds.get(pool)
         return 0 if known is None else known.rate
 
     def hold_seen(self, pool: str, lost_ms: int, held: int) -> None:
-        """Learn from a cell how much time it lost because idle leases held memory.
+        """Record how much time a cell lost because idle leases held memory.
 
         `held` is the memory they have held since the last cell, in MiB times ms.
         """
         entry_of(self.holds, pool, HoldCosts).learn(lost_ms, held)
 
     def asked(self, pool: str, mib: int, devices: int) -> None:
-        """Record the size of a lease that requests room."""
+        """Record the size of a lease that is requesting room."""
         entry_of(self.asked_sizes, pool, RequestedSizes).add(mib, devices)
 
     def asks(self, pool: str) -> RequestedSizes:

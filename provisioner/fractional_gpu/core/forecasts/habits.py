@@ -58,7 +58,7 @@ class ShareDay:
 
     @property
     def is_full(self) -> bool:
-        """Whether memory was (nearly) full, in which case the actual need may have been higher than the peak."""
+        """Whether memory was full or nearly full. If so, the actual need may have been higher than the peak."""
         return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
 
 
@@ -75,7 +75,7 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps daily usage records of all notebooks and seats, and tracks which have changed since the last `take_changed`."""
+    """Keeps daily usage records of all notebooks and seats, and remembers which ones have changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
@@ -83,7 +83,7 @@ class UseRecorder:
         self._changed: dict[tuple[HabitKey, int, Share], ShareDay] = {}
 
     def load(self, key: HabitKey, day: ShareDay) -> None:
-        """Add a daily record from an earlier recorder."""
+        """Restore a daily record kept by an earlier recorder."""
         self._days.setdefault(key, {})[day.day, day.share] = day
 
     def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
@@ -94,7 +94,7 @@ class UseRecorder:
         return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Record a sample. Pass None if the notebook or seat has ended or has no device memory.
+        """Record a sample. `sample` is None if the notebook or seat has ended or has no device memory.
 
         The time since the previous sample is attributed to that sample's share. It is busy time if that sample was busy.
         """
@@ -131,7 +131,7 @@ class UseRecorder:
                 del self._days[key]
 
     def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the complete daily records that have changed since the last call."""
+        """Return every daily record that has changed since the last call, with all of its figures."""
         changed, self._changed = self._changed, {}
         return [(key, one) for (key, _, _), one in changed.items()]
 

@@ -6,8 +6,8 @@ consecutive miss. Any other outcome moves the bound back a little. This is quant
 Conformal Inference Under Distribution Shift", NeurIPS 2021). It takes eight outcomes within a bound to undo one miss, so in the long run at
 most one outcome in nine falls outside each bound, in whatever order they come.
 
-Times are in ms, and slowdowns in thousandths. Floats are only compared and combined with + - * /, so results are the same on every machine.
-Drivers save the fields of these dataclasses and check their types when loading them.
+Times are in ms, and slowdowns in thousandths. Floats are only compared, added, subtracted, multiplied and divided, so results are the same
+on every machine. Drivers save the fields of these dataclasses and check their types when loading them.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
 
 
 def entry_of(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
-    """Return the entry for a name, creating it if necessary. If there are too many entries, the new one replaces the oldest."""
+    """Return the entry for a name, creating it if necessary. If there are too many entries, the oldest is dropped."""
     if name not in known:
         if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
@@ -71,7 +71,7 @@ class BoundCorrection:
         self.run = min(self.run, len(_WIDER) - 1)
 
     def learn(self, *, missed: bool, at_expected: bool) -> None:
-        """Move the bound outward after a miss, or back inward otherwise.
+        """Move the bound outward after a miss, or back inward if there was no miss.
 
         It never moves inward past the expected value, so the next miss moves it outward straight away.
         """
@@ -86,25 +86,25 @@ class BoundCorrection:
 
 @dataclass(slots=True)
 class Band:
-    """The corrections applied to both bounds of one kind of forecast."""
+    """The corrections applied to the two bounds of one kind of forecast."""
 
     low: BoundCorrection = field(default_factory=BoundCorrection)
     high: BoundCorrection = field(default_factory=BoundCorrection)
 
     def spread(self, span: Span) -> Span:
-        """Return the estimator's forecast with corrected bounds around the same expected value."""
+        """Return the estimator's forecast with its bounds corrected. The expected value stays the same."""
         low = int((span.low_ms + PAD) / self.low.factor) - PAD
         high = int((span.high_ms + PAD) * self.high.factor) - PAD
         return replace(span, low_ms=max(0, min(span.expected_ms, low)), high_ms=max(span.expected_ms, high))
 
     def learn(self, span: Span, happened: int) -> None:
-        """Learn from an outcome. `span` is the estimator's original forecast, before `spread`."""
+        """Update the corrections after an outcome. `span` is the estimator's original forecast, before `spread`."""
         stated = self.spread(span)
         self.low.learn(missed=happened < stated.low_ms, at_expected=stated.low_ms == span.expected_ms)
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
 
     def outlasted(self, span: Span, lasted: int) -> None:
-        """Learn from a wait that was abandoned. It is a miss if it had exceeded the upper bound. Otherwise its outcome is unknown."""
+        """Update the upper bound's correction after an abandoned wait. It is a miss if it had exceeded the bound. If not, it is ignored."""
         if lasted > self.spread(span).high_ms:
             self.high.learn(missed=True, at_expected=False)
 

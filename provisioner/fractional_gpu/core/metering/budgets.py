@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fractional_gpu.core.metering.usage import ACCOUNTS, Party, Usage, UsageRow
 
 WARN_MILLI = 800
-"""How much of a budget, in thousandths, must be spent before the broker gives a warning."""
+"""The broker gives a warning once this much of a budget has been spent, in thousandths."""
 LAST_PRIORITY = -1_000_000
 """The priority of kernels that are served only while no other ticket is waiting. It is lower than any configured priority."""
 _MINUTE_S = 60
@@ -45,7 +45,7 @@ class Subject(NamedTuple):
     account: str = ""  # for users, one of `ACCOUNTS`; empty for a group or, in an extension, for both users
 
     def includes(self, other: "Subject") -> bool:
-        """Return whether this subject covers `other`. Without an account, it covers both the hub user and the system user of its name."""
+        """Return whether this subject covers `other`. Without an account, it covers both the hub user and the system user with its name."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 
@@ -60,7 +60,7 @@ class WindowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A separate budget for each user or group with this name, or for every user or group if the name is "*"."""
+    """A budget for the user or group with this name. If the name is "*", every user or group has a separate budget of this size."""
 
     kind: str  # "user" or "group"
     name: str
@@ -81,7 +81,7 @@ class Budget:
         return Subject(self.kind, name, ACCOUNTS[party.seated] if self.kind == "user" else "")
 
     def spent(self, usage: Usage, currency: str) -> int:
-        """Return how much of this budget the usage takes up. `Unit` says how the amount is measured."""
+        """Return how much of this budget the usage consumes. `Unit` says how the amount is measured."""
         match self.unit:
             case Unit.SHARE:
                 return usage.charged_share
@@ -168,7 +168,7 @@ class Spending:
         self.extras = [one for one in self.extras if one.until_s > before_s]
 
     def subjects(self, parties: Iterable[Party]) -> list[tuple[int, Subject]]:
-        """Return sorted (budget index, subject) pairs for these parties and for all past spending."""
+        """Return sorted (budget index, subject) pairs for these parties and for everyone with recorded spending."""
         found = set(self._spent)
         for party in parties:
             for index, budget in enumerate(self.budgets):
@@ -190,7 +190,7 @@ class Spending:
 
 
 def penalty(own_priority: int, consequences: Iterable[Consequence]) -> int | None:
-    """Return the priority for a lease whose budget is used up, or None if the lease keeps its own priority."""
+    """Return the priority a lease gets once its budget is used up, or None if it keeps its own."""
     which = set(consequences)
     if Consequence.WHEN_FREE in which:
         return LAST_PRIORITY

@@ -23,7 +23,7 @@ from fractional_gpu.core.metering.tariffs import SLICE_MS, Calendar, Tariff, utc
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow, divided
 
 _AMOUNT = 1000 * SHARE_HOUR
-"""To get an amount in thousandths, divide the product of price in thousandths, milli-GPU milliseconds and charged thousandths by this."""
+"""Divide price (in thousandths) x milli-GPU milliseconds x charged part (in thousandths) by this to get an amount in thousandths."""
 _MOST_MW = 10_000_000  # 10 kW: no device draws more, so a higher reading is wrong
 _QUIET_MS = 1000  # minimum time between readings for learning the idle draw
 _IDLE_PARTS = 8  # each reading moves the known idle draw by one part in this many
@@ -34,7 +34,7 @@ _FREE = Tariff()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a lease holds from now on. Memory is in MiB, summed over its devices."""
+    """What a lease holds from a certain time on. Memory is in MiB, summed over its devices."""
 
     party: Party
     milli: int  # its share of each of its devices
@@ -53,7 +53,7 @@ class Holding:
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease whose time has been counted up to `since_ms`. `carry` holds remainders of amounts that are too small to be booked yet."""
+    """A lease whose time has been counted up to `since_ms`. `carry` holds remainders that are too small to be booked yet."""
 
     holding: Holding
     since_ms: int
@@ -62,7 +62,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Part:
-    """A lease's or the pool's part of a device since the device's energy was last divided."""
+    """How much of a device a lease or the pool has used since the device's energy was last divided up."""
 
     party: Party
     occupied_us: int = 0  # of the device's time
@@ -72,7 +72,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Device:
-    """A device with its holders, and its use since its energy was last divided."""
+    """A device with its holders, and how it has been used since its energy was last divided up."""
 
     pool: str
     since_ms: int  # until when its time is divided
@@ -84,7 +84,7 @@ class _Device:
 
 
 class Meter:
-    """Adds up what leases use. `calendar` converts to the machine's local time."""
+    """Adds up what leases use. `calendar` converts times to the machine's local time."""
 
     def __init__(self, calendar: Calendar = utc) -> None:
         self._calendar = calendar
@@ -116,7 +116,7 @@ class Meter:
         self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
-        """Set what the lease holds from now on, or None if it has ended. If nothing has changed, this just brings its usage up to date."""
+        """Set what the lease holds from now on (None if it has ended). If nothing has changed, this just brings its usage up to date."""
         lease = self._leases.get(lease_id)
         if lease is None:
             if holding is None:
@@ -140,7 +140,7 @@ class Meter:
         return lease_id in self._leases
 
     def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
-        """Count the memory moved by a suspend or resume, in MiB."""
+        """Record how much memory a suspend or resume has moved, in MiB."""
         lease = self._leases.get(lease_id)
         if lease is not None and mib:
             hour_s, _ = self._local(wall_ms)
@@ -278,7 +278,7 @@ class Meter:
         quiet: bool,
         utilisation: Mapping[str, int],
     ) -> None:
-        """Book the energy used since the last reading to the leases and the pool, and start again from zero."""
+        """Divide the energy used since the last reading among the leases and the pool, then start again from zero."""
         parts, device.parts = device.parts, {}
         workers = sorted(lease_id for lease_id, part in parts.items() if part.busy_ms)
         idle_mj = min(drawn_mj, (device.idle_mw or 0) * max(0, passed_ms) // 1000)
@@ -304,11 +304,11 @@ class Meter:
                 self._row(hour_s, one, device_id, party).energy_mj += energy_mj
 
     def idle_draws(self) -> dict[str, int]:
-        """Return the known idle draws by device, in mW."""
+        """Return the idle draw of each device for which it is known, in mW."""
         return {device_id: one.idle_mw for device_id, one in self._devices.items() if one.idle_mw is not None}
 
     def counters(self) -> dict[str, int]:
-        """Return the last counter readings by device, in mJ."""
+        """Return the last counter reading of each device that has a counter, in mJ."""
         return {device_id: one.counter_mj for device_id, one in self._devices.items() if one.counter_mj is not None}
 
     # -- rows ------------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Meter:
 
 
 def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]]:
-    """Split the time until now (`wall_ms`) at quarter hours. Yield each piece's start on the wall clock and its length in ms."""
+    """Split the time from `begin_ms` to now at quarter hours. Yield each piece's start, as wall-clock time, and its length, both in ms."""
     while begin_ms < at_ms:
         begin_wall_ms = wall_ms - (at_ms - begin_ms)
         passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
@@ -338,7 +338,7 @@ def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]
 
 
 def _drawn(before_mj: int | None, counter_mj: int | None, power_mw: int | None, passed_ms: int) -> int:
-    """Return the energy used since the counter read `before_mj`, in mJ. Without a counter, estimate it from the current draw."""
+    """Return the energy used since the counter was at `before_mj`, in mJ. Without a counter, estimate it from the current draw."""
     by_power = max(0, power_mw or 0) * max(0, passed_ms) // 1000
     if counter_mj is None:
         return by_power

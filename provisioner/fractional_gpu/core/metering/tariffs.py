@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 SLICE_MS = 900_000
-"""The length of a time slice. In every time zone, prices and hours only ever change on a quarter hour."""
+"""The length of a time slice: a quarter hour, because prices and local hours only change on a quarter hour in every time zone."""
 _DAY = 24 * 60
 _WEEK = 7 * _DAY
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -31,7 +31,7 @@ class LocalTime(NamedTuple):
 
 
 Calendar = Callable[[int], LocalTime]
-"""A function that returns the local time of a slice. The slice is given as a number of quarter hours since 1970."""
+"""A function that converts a slice, given as a number of quarter hours since 1970, to local time."""
 
 
 def utc(number: int) -> LocalTime:
@@ -42,7 +42,7 @@ def utc(number: int) -> LocalTime:
 
 @dataclass(frozen=True, slots=True)
 class PriceBand:
-    """A price that applies only in some spans of the week. Spans are in minutes from Monday 00:00, and can extend into the next week."""
+    """A price that applies at certain times of the week. Spans are in minutes from Monday 00:00, and can extend into the next week."""
 
     spans: tuple[tuple[int, int], ...]
     price_milli: int
@@ -68,7 +68,7 @@ class PriceBand:
 
 
 def _clock(minute: int) -> str:
-    """Format a time of day. The end of the day is 24:00, and later minutes wrap around to the next day."""
+    """Format a time of day. The end of the day is 24:00. Later minutes are times of the next day."""
     minute -= _DAY * (minute > _DAY)
     return f"{minute // 60:02}:{minute % 60:02}"
 
@@ -88,7 +88,7 @@ class Tariff:
         return next((band.price_milli for band in self.bands if band.covers(minute)), self.price_milli)
 
     def charged_milli(self, *, held: bool, busy: bool, suspended: bool) -> int:
-        """Return what part of a lease's time in this state is charged, in thousandths."""
+        """Return how many thousandths of a lease's time in this state are charged."""
         match self.basis:
             case Basis.RESERVED:
                 return 1000 - self.credit_milli if suspended else 1000

@@ -40,8 +40,7 @@ class TurnRecorder:
     ) -> None:
         """Record the state of a lease after an event.
 
-        `asks` is true if the lease is asking for its device, and `busy` if a cell is running or waiting. `use_milli` is how much of a
-        device the lease is known to use, as in `Turn`.
+        `asks` is true if the lease is asking for its device, `busy` if a cell is running or waiting. `use_milli` is as in `Turn`.
         """
         if asks and lease_id not in self._begun:
             self._asked.setdefault(lease_id, at_ms)

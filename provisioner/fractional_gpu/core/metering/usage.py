@@ -20,7 +20,7 @@ SHARE_HOUR = 1000 * HOUR_MS
 MJ_PER_KWH = 3_600_000_000
 """Millijoules in a kilowatt-hour."""
 ACCOUNTS = ("machine", "hub")
-"""The kinds of accounts an owner's name can belong to, indexed by `Party.seated`. The same name can exist in both."""
+"""The kinds of accounts an owner can have, indexed by `Party.seated`. Accounts of both kinds can have the same name."""
 
 
 class UsageKey(NamedTuple):
@@ -94,7 +94,7 @@ class UsageRow:
 def divided(total: int, weights: list[int]) -> list[int]:
     """Divide `total` in proportion to the weights. The parts add up to `total`, or are all 0 if all weights are 0.
 
-    Rounding down is applied to the running total, not to each part.
+    The running total is rounded down, rather than each part.
     """
     whole = sum(weights)
     if not whole:

@@ -1,11 +1,11 @@
 """Keeps an account for each owner and group in each pool, in order to enforce limits and share devices fairly.
 
 An owner's virtual time in a pool grows by milli-GPU times milliseconds, divided by the owner's weight. It grows while the owner's leases
-are busy or pinned on a device, or hold a reservation for a process that has not started. Each lease also has a virtual time, which is
-compared with the owner's other leases. Turns go to the owner with the least virtual time and, among that owner's leases, to the one with
-the least. After a pause of more than `_PAUSE_MS`, an owner restarts at no less than the least virtual time of the contending owners, so
-that unused time cannot be saved up (start-time fair queueing, Goyal, Vin and Cheng 1996). Idle leases on a device are not charged, because
-they make room for others.
+are busy or pinned on a device, or hold a reservation for a process that has not started. Each lease also has a virtual time, for comparison
+with the owner's other leases. Turns go to the owner with the least virtual time and, among that owner's leases, to the one with the least.
+After a pause of more than `_PAUSE_MS`, an owner restarts at no less than the least virtual time of the contending owners, so that unused
+time cannot be saved up (start-time fair queueing, Goyal, Vin and Cheng 1996). Idle leases on a device are not charged, because they make
+room for others.
 
 An account without leases is dropped once it is no different from a new one. At most `_MOST_FORMER` accounts without leases are kept.
 """
@@ -62,7 +62,7 @@ class Accounts:
             self._forget_former(now_ms)
 
     def _forget_former(self, now_ms: int) -> None:
-        """Drop accounts without leases that are no different from new ones. If there are none, drop all but the newest `_MOST_FORMER`."""
+        """Drop accounts without leases that are no different from new ones. If there are none, keep only the newest `_MOST_FORMER`."""
         former = [key for key, account in self._owners.items() if not account.leases]
         equal = [key for key in former if self._equals_empty(key[0], self._owners[key], now_ms)]
         for key in equal or former[:-_MOST_FORMER]:

@@ -43,7 +43,7 @@ class Books:
             self.recheck_ms = at_ms
 
     def is_time(self, at_ms: int | None) -> bool:
-        """Return whether `at_ms` has been reached, and if not, schedule a recheck for that time. Return False if it is None."""
+        """Return whether `at_ms` has been reached. If not, schedule a recheck for that time. If it is None, just return False."""
         if at_ms is None:
             return False
         self.recheck_at(at_ms)
@@ -139,7 +139,7 @@ class Books:
                 self.note_unreserved(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
-        """Update how much memory this lease uses on each device without a reservation. It can't exceed the total used without one."""
+        """Update how much memory this lease uses without a reservation on each device, capped at the device's total of such memory."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
 

@@ -140,7 +140,7 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class UsageMeter:
-    """A lease's device usage, for computing fair shares. Only `Accounts` writes it."""
+    """A lease's device usage, for computing fair shares. Maintained by `Accounts`."""
 
     usage: int = 0  # milli-GPU times milliseconds that the lease was busy on a device
     is_running: bool = False  # it is busy on a device now
@@ -154,7 +154,7 @@ def pause_ms(failures: int, longest_ms: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class SwapRetries:
-    """A lease's failed suspends and resumes, and when to try again. `OperationResults` and `Changes` write it."""
+    """A lease's failed suspends and resumes, and when to try again. Maintained by `OperationResults` and `Changes`."""
 
     suspend_after_ms: int = 0  # the lease is not chosen for a suspend before this
     aborted_suspends: int = 0  # in a row
@@ -180,7 +180,7 @@ class CacheShrink:
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """A gate that holds back a resident lease's next cell while an older ticket needs the room (see `queue`). `Books` writes it."""
+    """A gate that holds back a resident lease's next cell while an older ticket needs the room (see `queue`). Maintained by `Books`."""
 
     closed: bool = False  # the next cell must ask before it runs
     open_until_ms: int = 0  # the gate does not close for others before this
@@ -189,7 +189,7 @@ class Gate:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Expectation:
-    """The signs that a lease will run its next cell soon. `Expectations` writes it."""
+    """The signs that a lease will run its next cell soon. Maintained by `Expectations`."""
 
     until_ms: int  # when it lapses
     best: Sign  # the strongest sign
@@ -291,7 +291,7 @@ class Lease:
 
     @property
     def counted_milli(self) -> int:
-        """The lease's compute demand if it is busy or has been given room for a cell, in thousandths of a device. Otherwise 0."""
+        """The lease's compute demand, in thousandths of a device, if it is busy or has been given room for a cell. Otherwise 0."""
         if self.occupancy is OccupancyKind.BUSY:
             return self.busy_milli
         is_coming = self.let_in and self.held_mib and self.state in (LeaseState.RESIDENT, LeaseState.RESUMING)
@@ -346,7 +346,7 @@ class Lease:
 
     @property
     def ask_mib(self) -> int:
-        """The memory the lease's ticket needs on each device, in MiB. If the lease is growing in place, this is only the growth."""
+        """The memory the lease's ticket needs on each device, in MiB. If the lease is growing in place, this is just the growth."""
         return self.ticket.extra_mib if self.ticket is not None and self.is_growing else self.need_mib
 
     @property
@@ -392,7 +392,8 @@ class Lease:
     def host_need_mib(self) -> int:
         """The host memory that a suspend is expected to need, in MiB.
 
-        This is the last measured use, or the reservation if nothing was measured, but at least what an earlier suspend turned out to need.
+        This is the last measured use, or the reservation if nothing was measured. It is never less than an earlier suspend turned out to
+        need.
         """
         need_mib, floor_mib = self.used_mib, self.shrink.host_floor_mib
         if not need_mib:  # it has a reservation, so reserve something for its state, too
@@ -492,7 +493,7 @@ class Device:
         return self.free_mib + self.mib(OccupancyKind.IDLE) + self.mib(OccupancyKind.SUSPENDING)
 
     def most_needed_milli(self, seen_milli: int) -> int:
-        """Return an upper bound on a busy lease's demand, given the sample `seen_milli`. It is the sample unless the device is full."""
+        """Return an upper bound on a busy lease's demand, given the sample `seen_milli`. Unless the device is full, this is the sample."""
         busy = [lease for lease in self.holders.values() if lease.occupancy is OccupancyKind.BUSY]
         if len(busy) < 2:
             return seen_milli

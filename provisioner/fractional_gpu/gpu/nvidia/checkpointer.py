@@ -305,7 +305,7 @@ def _plain(device_id: str) -> str:
 
 
 def _permutation(moving: Mapping[str, str], devices: Iterable[str]) -> dict[str, str]:
-    """Extend `moving` to a permutation of all devices. Targets that are not being moved themselves are mapped to vacated devices."""
+    """Extend `moving` to a permutation of all devices. Targets that are not moved themselves are mapped to vacated devices."""
     still = [device for device in devices if device not in moving]
     taken = set(moving.values())
     displaced = [device for device in still if device in taken]

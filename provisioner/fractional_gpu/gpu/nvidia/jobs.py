@@ -1,7 +1,7 @@
 """Supports checkpoint jobs, which let the driver checkpoint a process whose forked children are still running.
 
-A program in a job starts with the variable `CUDA_CHECKPOINT_JOB_FILE` set to the job file's path. Callers of the checkpoint API set it to
-the same path. The file is a memfd that the program's forked children inherit. Operations on a job's processes must not overlap.
+To start a program in a job, set the variable `CUDA_CHECKPOINT_JOB_FILE` to the job file's path. Callers of the checkpoint API set it to the
+same path. The file is a memfd that the program's forked children inherit. Operations on a job's processes must not overlap.
 """
 
 import os

@@ -5,8 +5,8 @@ call tries again, so a driver that is loaded later is picked up. `devices()` lea
 them. For a device in MIG mode, `devices()` lists its instances. Activity, power and energy are not available for instances, because NVML
 does not document them. Memory reserved by the driver is included neither in a device's memory nor in its usage.
 
-The driver's utilisation samples are the hard part. For each process, the driver returns a single sample: the mean rate since the requested
-time, stamped with the time of the newest sample. (Observed with driver 580 on an H200, which samples about every 0.2 s and keeps 14 s of
+The driver's utilisation samples need care. For each process, the driver returns a single sample: the mean rate since the requested time,
+stamped with the time of the newest sample. (Observed with driver 580 on an H200, which samples about every 0.2 s and keeps 14 s of
 samples.) A process that used the device only at the start of the period therefore appears to have used it right up to now, so `activity`
 requests only the time since its previous request.
 """
@@ -249,7 +249,7 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock has been set since the device was last read. `known` keeps each device's `_steps` from then."""
+        """Return whether the wall clock has been set since the device was last read. `known` maps devices to `_steps` at that time."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
@@ -306,7 +306,7 @@ class NvidiaMonitor:
         )
 
     def _busy_percent(self, handle: object) -> int | None:
-        """Return how busy the device was over the last second or less, in percent, or None if the value is missing or implausible."""
+        """Return how busy the device was in the last second or less, in percent. Return None if the value is missing or implausible."""
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return int(rates.gpu) if rates is not None and 0 <= int(rates.gpu) <= _FULL else None
 

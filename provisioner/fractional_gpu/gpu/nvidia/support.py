@@ -49,7 +49,7 @@ def sharing_advice(index: int) -> str:
 
 
 def driver_refusal(version: str, *, machine: str | None = None) -> str:
-    """Return why this driver is not used for checkpoints on this machine type (`platform.machine()`), or "" if it is."""
+    """Return why this driver can't be used for checkpoints on this machine type (`platform.machine()`), or "" if it can."""
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
         return f"NVIDIA's driver does not checkpoint on most {machine} machines: use an x86-64 one"

@@ -30,7 +30,7 @@ _PAUSE_S: Final = 0.5  # when no descriptor is free
 
 
 def reserve(directory: Path, path: Path) -> None:
-    """Charge the file holding this process's device memory to the host's control group, if a server is running. Raises OSError."""
+    """Charge the file that holds this process's device memory to the host's control group. Do nothing if no server runs. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_ANSWER_S)
         try:

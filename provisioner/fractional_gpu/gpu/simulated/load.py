@@ -1,8 +1,8 @@
 """Tracks how much of a device each process uses, and how pieces of work slow each other down (see `core.time_slicing`).
 
-Each process publishes how much of the device its pieces of work use. It also publishes running totals of its use in a ring buffer, which
-serve as a driver's samples would. The newest total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the buffer.
-If a piece's published end is in the past, the piece is considered finished, because its process was killed or stopped.
+Each process publishes how much of the device its pieces of work use. It also publishes running totals of its use in a ring buffer. They
+stand in for a driver's utilisation samples. The newest total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill
+the buffer. If a piece's published end is in the past, the piece is considered finished, because its process was killed or stopped.
 """
 
 import os
@@ -47,7 +47,7 @@ class Piece:
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
-        """Advance the piece by `ns` and return how much of the device it used, in nanoseconds of the whole device."""
+        """Advance the piece by `ns` and return its use, as the number of nanoseconds for which it would have used the whole device."""
         done_ns = ns * WHOLE // self.stretch_milli
         if self.left_ns is not None:
             done_ns = min(done_ns, self.left_ns)
@@ -82,7 +82,7 @@ class Load:
         self._write(self._at_ns)
 
     def begin(self, seconds: float | None, milli: int, device_id: str) -> Piece:
-        """Begin a piece of work. `seconds` is how long it takes if nothing slows it down, or None if unknown. Always call `end` later."""
+        """Begin a piece of work. `seconds` is how long it takes if nothing slows it down, or None if unknown. Call `end` afterwards."""
         with self._mutex:
             self._count()
             piece = Piece(milli, None if seconds is None else int(seconds * 1e9))
@@ -150,7 +150,7 @@ class Load:
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
-    """Return how much of its device the process has used since `since_ns`, on average, in milli-GPU. Return 0 if the process has ended.
+    """Return the process's average use of its device since `since_ns`, in milli-GPU. Return 0 if the process has ended.
 
     If the ring buffer no longer goes back as far as `since_ns`, the average begins at its oldest total.
     """

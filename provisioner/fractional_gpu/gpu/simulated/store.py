@@ -1,9 +1,9 @@
 """Manages a simulated host's folder and database. This module uses only the standard library, because notebooks import it.
 
-State shared by all processes is changed in short transactions that move no bytes and never wait. A forked child opens its own database
-connection, because SQLite forbids sharing one. A shared host belongs to root. Its database is writable by all users, so they are protected
-from each other's mistakes but not from attacks. Memory can be read only by its owner and root. In a user's folder, root follows no links
-and opens only regular files owned by that user (`processes.open_file`). Only root cleans up after other users.
+State shared by all processes is changed in short transactions, which never copy device memory or wait for anything. A forked child opens
+its own database connection, because SQLite forbids sharing one. A shared host belongs to root. Its database is writable by all users, so
+they are protected from each other's mistakes but not from attacks. Memory can be read only by its owner and root. In a user's folder, root
+follows no links and opens only regular files owned by that user (`processes.open_file`). Only root cleans up after other users.
 """
 
 import os
