@@ -94,8 +94,8 @@ def _registered(name: str) -> type:
     registered = entry_points(group="jupyterhub.spawners")
     if name not in registered.names:
         raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: expected {', '.join(SPAWNERS)}, a class with FractionalGPUMixin, or the name that a "
-            "package registers for one (entry points `jupyterhub.spawners`)"
+            f"{_WHERE}: spawner = {name!r}: expected {', '.join(SPAWNERS)}, a class with FractionalGPUMixin, or the name of such a "
+            "class that a package registers (entry points `jupyterhub.spawners`)"
         )
     try:
         kind = registered[name].load()

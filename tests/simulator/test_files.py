@@ -50,7 +50,7 @@ def test_a_trace_survives_its_files(tmp_path: Path, trace: list[Session]) -> Non
         ("s,u,0,10,1,100\n", "s,u,1,2,1,100\n", r"line 2: expected 7 values, as in the header"),
         ("s,u,0,10,1,100\n", "s,u,1,2,1.5,100,5\n", r"gpus is '1.5'; expected a whole number from 0 to 64"),
         ("s,u,0,10,1,100\n", "s,u,1,2,1,100,101\n", r"gpu_util is '101'"),
-        ("s,u,0,10,1,100\n", "t,u,1,2,1,100,5\n", r"has cells of session 't', which is not in .*sessions\.csv"),
+        ("s,u,0,10,1,100\n", "t,u,1,2,1,100,5\n", r"lists cells of session 't', which is not in .*sessions\.csv"),
         ("s,u,10,5,1,100\n", "", r"sessions\.csv, line 2: session 's' closes before it opens"),
         ("s,u,5,10,1,100\n", "s,u,1,2,1,100,5\n", r"session 's' runs a cell before it opens"),
         ("s,u,0,10,1,100\ns,u,0,10,1,100\n", "", r"line 3: session is 's'; expected an id that no other row has"),

@@ -162,8 +162,8 @@ def _check_may_start(path: str) -> None:
     if _is_service(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service that is not running; "
-            "an administrator must start it (`sudo systemctl enable --now jupyter-gpu`; on Kubernetes, its DaemonSet), or remove its unit "
-            "and folder if none should run any more"
+            "an administrator must start it (`sudo systemctl enable --now jupyter-gpu`; on Kubernetes, its DaemonSet), or, if "
+            "no broker is wanted any more, remove its unit and folder"
         )
     if os.environ.get(IN_WORKLOAD) == "1":
         return

@@ -89,7 +89,7 @@ def _path(socket: str | None) -> Path:
     try:
         settings = load()
     except ConfigError as error:
-        raise CommandError(f"{error}; fix this, or name the log with --file") from None
+        raise CommandError(f"{error}; fix this, or say with --file where the log is") from None
     return settings.audit_file or state_folder(where, settings.state_dir) / FILE_NAME
 
 

@@ -221,8 +221,8 @@ class Settings(HasTraits):
     )
     carbon = Setting(
         carbon.parse_setting, None, 350,
-        help="The carbon dioxide per kWh of GPU energy, for reports: grams, or the path of a CSV file with the columns time and "
-        "g_per_kwh and one line per hour. If None, reports show no carbon. Nothing is fetched over the network.",
+        help="The carbon intensity used in reports: grams of CO2 per kWh, or the path of a CSV file with the columns time and "
+        "g_per_kwh and one line per hour. If None, reports omit carbon figures. Nothing is fetched over the network.",
     )
     usage_visible = Setting(
         values.one_of("own", "group", "all"), "own", "group",

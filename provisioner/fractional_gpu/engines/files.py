@@ -225,7 +225,7 @@ def _change_gres(
         elif not about:
             gres.put_before(line, f"NodeName={others} ")
         else:
-            raise EngineError(f"{line.file}: split the line for {about} in two: only {where} should have shares")
+            raise EngineError(f"{line.file}: split the line for {about} in two, because only {where} should have shares")
     for added in wanted.values():
         gres.add(added)
 

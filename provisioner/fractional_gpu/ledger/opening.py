@@ -151,7 +151,7 @@ def _check_folder(path: Path) -> None:
         found = folder.stat()
     if found.st_uid not in {0, os.geteuid()}:
         raise ledger_error(
-            path, f"is in a folder of another user (uid {found.st_uid})", "choose a state_dir of the broker's own user"
+            path, f"is in a folder that another user owns (uid {found.st_uid})", "choose a state_dir of the broker's own user"
         )
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         raise ledger_error(

@@ -121,7 +121,7 @@ def read_sessions(sessions: Path, cells: Path) -> list[Session]:
     for one in read_table(sessions, _SESSIONS, session):
         found[one.session_id] = one
     if executed:
-        raise TraceError(f"{cells} has cells of session {next(iter(executed))!r}, which is not in {sessions}")
+        raise TraceError(f"{cells} lists cells of session {next(iter(executed))!r}, which is not in {sessions}")
     if not found:
         raise TraceError(f"{sessions} lists no sessions")
     return sorted(found.values(), key=lambda session: (session.open_ms, session.session_id))

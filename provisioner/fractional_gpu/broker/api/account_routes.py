@@ -119,8 +119,8 @@ async def _extend(call: Call[BudgetExtension]) -> BudgetList:
     subject = Subject(request.kind, request.name, request.account)
     if request.account not in ({"", *ACCOUNTS} if request.kind == "user" else {""}):
         raise BadRequestError(
-            f"account is {request.account[:MAX_NAME]!r}; for a user, it must be {' or '.join(ACCOUNTS)}, or left out to extend the user's "
-            "budgets in both accounts; groups have no accounts",
+            f"invalid account {request.account[:MAX_NAME]!r}; for a user, choose {' or '.join(ACCOUNTS)}, or leave it out to extend the "
+            "user's budgets in both accounts; groups have no accounts",
             reason="bad-account",
         )
     try:
