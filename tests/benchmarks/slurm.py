@@ -93,7 +93,7 @@ def queued(slurm: Cluster, count: int, lives_s: int) -> dict[str, float]:
         begun = time.time()
         submitted[slurm.sbatch(f"date +%s.%N; exec sleep {lives_s}", f"--gres={GRES}:open:250", "--mem=100")] = begun
     until(lambda: not slurm.call("squeue", "-h", "-o", "%i").split(), "all jobs have ended", deadline_s=600)
-    waits = sorted(float(slurm.output(job).splitlines()[0]) - begun for job, begun in submitted.items())
+    waits = sorted(float(slurm.output(job).splitlines()[-1]) - begun for job, begun in submitted.items())
     return {"queued_p50_s": round(median(waits), 1), "queued_max_s": round(waits[-1], 1)}
 
 
