@@ -31,7 +31,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
     _gpu_progress_below = True  # whether the spawner's own progress is shown after ours
 
-    gpu_no_offers = "You cannot choose a GPU right now: the GPU broker does not answer. Try again in a moment."
+    gpu_no_offers = "You cannot choose a GPU right now: the GPU broker is not responding. Try again in a moment."
 
     gpu_allow_without: Bool[bool, bool | int] = Bool(
         default_value=True,
@@ -44,7 +44,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
     gpu_filter_kernels: Bool[bool, bool | int] = Bool(
         default_value=True,
         config=True,
-        help="""Whether the launcher shows only kernels that fit into the server's share of a GPU.
+        help="""Whether the launcher shows only kernels that fit in the server's share of a GPU.
 
         Example: c.GPUChoiceMixin.gpu_filter_kernels = False
         """,
@@ -154,7 +154,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         if not pool or not milli:
             whys = [offer.why_not or next((one.why_not for one in ones), "") for offer, ones in asked]
             nothing = (
-                f"no pool {choice.pool!r} is available to you" if choice.pool else "no pool of GPUs is available to you"
+                f"pool {choice.pool!r} is not available to you" if choice.pool else "no GPU pool is available to you"
             )
             why = "; ".join(dict.fromkeys(filter(None, whys))) or nothing
             raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")

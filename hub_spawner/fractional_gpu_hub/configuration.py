@@ -35,7 +35,7 @@ SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-sys
 _WHERE = "jupyterhub_config.py"
 _LONGEST_PATH = 100  # in bytes, as for every socket of the broker
 _ROOT_AND_SIMPLE = (
-    f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, so its users' servers would, too. Each of them could "
+    f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, so its users' servers would too. Each of them could "
     "administer the GPU broker and the machine, and Jupyter does not start as root by default. Set spawner='fractional-gpu-local', "
     "which runs servers as the machine's users; or run the hub as another user; or, just to try it out, set c.Spawner.args = "
     "['--allow-root']"

@@ -37,8 +37,8 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         config=True,
         min=1000,
         max=2**31 - 2**24,
-        help="""Each user's container runs as this uid plus the user's id in the hub. Choose a range that no
-        other user of the machine has.
+        help="""Each user's container runs as this uid plus the user's id in the hub. Choose a range that
+        does not include the uid of any other user of the machine.
 
         Example: c.FractionalGPUDockerSpawner.gpu_first_uid = 500000
         """,
@@ -72,7 +72,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         user = str(create.get("user", uid)).partition(":")[0]
         if user in {"", "0", "root"} or host.get("privileged"):
             raise spawn_error(
-                "this hub's Docker settings make containers run as root or privileged, which would make every user an "
+                "this hub's Docker settings run containers as root or in privileged mode, which would make every user an "
                 "administrator of the GPU broker; leave user and privileged out of extra_create_kwargs and extra_host_config",
                 reason="configuration",
             )

@@ -55,7 +55,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     )
     gpu_seat_dir: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The folder of the servers' seat files, each readable by its user only. Default: `seats` next to the socket.
+        help="""The folder for the servers' seat files, each readable only by its user. Default: `seats` next to the socket.
 
         Example: c.FractionalGPUMixin.gpu_seat_dir = "/run/jupyter-gpu/seats"
         """,
@@ -72,7 +72,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     gpu_broker_patience: Float[float, int | float] = Float(
         30.0,
         config=True,
-        help="""How long to retry calls while the broker does not answer (it may be restarting), in seconds.
+        help="""How long to retry calls while the broker is not responding (it may be restarting), in seconds.
 
         Example: c.FractionalGPUMixin.gpu_broker_patience = 60
         """,
@@ -152,7 +152,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
                         hint = await self._gpu_hint()
                     told = f"{_waiting(line)} {hint}".rstrip()
                     if place is None:
-                        self.log.info("%s waits for %s: %s", self._log_name, wanted, told)
+                        self.log.info("%s is waiting for %s: %s", self._log_name, wanted, told)
                     place = line.position
                     self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), told)
         except FractionalGPUError as error:
@@ -232,7 +232,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             await seat_client(self.gpu_socket, patience_s=0).call(lambda client: client.confirm_seat(seat_id))
         except NotFoundError:
             self.log.warning(
-                "The broker no longer has the seat of %s: its kernels get no GPU until the server is restarted",
+                "The broker no longer has the seat of %s: its kernels will get no GPU until the server is restarted",
                 self._log_name,
             )
             self._gpu_confirmed = True
@@ -252,7 +252,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
                 client = seat_client(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience))
                 await client.call(partial(SeatClient.release_seat, seat_id=seat["seat_id"]))
             except FractionalGPUError as error:
-                self.log.warning("The seat of %s will be given back when the broker answers: %s", self._log_name, error)
+                self.log.warning("The seat of %s will be given back once the broker is back: %s", self._log_name, error)
                 start_reconciling(self.gpu_socket)
         hook = super().run_post_stop_hook()
         if inspect.isawaitable(hook):

@@ -125,7 +125,7 @@ def _facts(pool: PoolOffer) -> str:
         {0: "no servers have a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
     ]
     if pool.waiting:
-        facts.append("1 server waits for a place" if pool.waiting == 1 else f"{pool.waiting} servers wait for a place")
+        facts.append(f"{plural(pool.waiting, 'server')} waiting for a place")
     if pool.hours:
         facts.append(f"open {pool.hours}")
     return "; ".join(facts)

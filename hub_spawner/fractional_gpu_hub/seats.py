@@ -121,7 +121,7 @@ _WAITS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800
 # JupyterHub shows the global registry of prometheus_client on `/hub/metrics`. Labels must not contain users or servers.
 SPAWNS = Counter(
     "jupyter_gpu_hub_spawns_total",
-    "Requested servers, by outcome; `gpu` and `without` were started",
+    "Requested servers, by outcome (`gpu` or `without` if started)",
     ("outcome", "reason"),
 )
 SEAT_WAIT = Histogram(
@@ -169,7 +169,7 @@ def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
         mode = stat.S_IMODE(folder.stat().st_mode)
         if shared and not mode & stat.S_IXOTH:
             raise spawn_error(
-                f"users cannot enter the hub's folder of seat files, {folder} (mode {mode:04o}); ask your administrator to run `chmod "
+                f"users cannot access the hub's folder for seat files, {folder} (mode {mode:04o}); ask your administrator to run `chmod "
                 f"o+x {folder}`, or to set c.FractionalGPUMixin.gpu_seat_dir to another folder",
                 reason="seat-file",
             ) from None
@@ -202,7 +202,7 @@ class Reconciler:
             except FractionalGPUError as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    self._log.warning("Could not give back the seats of servers that are gone: %s", error)
+                    self._log.warning("Could not give back the seats of servers that no longer exist: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_EVERY_S):
                     await self._wake.wait()
@@ -213,7 +213,7 @@ class Reconciler:
             if self._is_ours(seat) and not self._is_used(seat):
                 await client.call(partial(SeatClient.release_seat, seat_id=seat.seat_id))
                 name = f"{seat.owner}:{seat.server}" if seat.server else seat.owner
-                self._log.warning("Gave back the seat %s of %s: its server is gone", seat.seat_id[:8], name)
+                self._log.warning("Gave back the seat %s of %s: its server no longer exists", seat.seat_id[:8], name)
 
     def _is_ours(self, seat: SeatStatus) -> bool:
         return bool(seat.hub == self._app.hub.api_url)

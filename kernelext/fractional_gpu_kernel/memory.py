@@ -461,7 +461,7 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
     answered = threading.Lock()  # the timer and the callback try to take it, and the first one answers
 
     def give_up() -> None:
-        late = f"the main loop was not free within {time_limit_s:g} s"
+        late = f"the main loop did not become free within {time_limit_s:g} s"
         if not answered.acquire(blocking=False):
             return
         if kernel.has_gui_loop():

@@ -53,7 +53,7 @@ def test_a_list_that_cannot_be_used_is_refused_in_one_sentence(
     for arguments, message in (
         ([str(tmp_path / "absent.csv")], "absent.csv cannot be read: No such file"),
         ([str(listed(tmp_path)), "--day", "2"], "--day 2 is not allowed; "),
-        ([str(listed(tmp_path)), "--gpu-memory", "much"], "memory 'much' is not a size"),
+        ([str(listed(tmp_path)), "--gpu-memory", "much"], "memory 'much' is not a valid size"),
     ):
         with pytest.raises(SystemExit) as stopped:
             pods.main([*arguments, *files])

@@ -191,7 +191,7 @@ def test_a_path_too_long_for_a_socket_gets_a_short_private_folder(home: Path, mo
     assert socket_path() == str(path), "the broker's, also where the disk is full"
     path.parent.rmdir()
     path.parent.symlink_to(home)
-    with pytest.raises(BrokerUnavailableError, match="is a link or not a folder"):
+    with pytest.raises(BrokerUnavailableError, match="is a symbolic link or not a folder"):
         socket_path()
 
 

@@ -54,7 +54,7 @@ def test_only_what_is_new_enough_is_shown(log: Path, capsys: pytest.CaptureFixtu
         ("move", "asked", "ada"),
     ]
     assert main(["audit", "--file", str(log), "--since", "long"]) == 2
-    assert "duration 'long' is not a duration" in capsys.readouterr().err
+    assert "invalid duration 'long'" in capsys.readouterr().err
 
 
 def test_a_line_that_is_none_is_counted_and_the_others_are_shown(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

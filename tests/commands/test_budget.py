@@ -118,7 +118,7 @@ def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys
         (["--until", "7d"], "--until can only be used with --add"),
         (["--user", "ada", "--add", "much"], "expected an amount and its unit"),
         (["--user", "ada", "--add", "10 EUR"], "has no budget in the same unit as '10 EUR'"),
-        (["--user", "ada", "--add", "1 GPU hour", "--until", "soon"], "--until 'soon' is not a time"),
+        (["--user", "ada", "--add", "1 GPU hour", "--until", "soon"], "--until 'soon' is not valid"),
         (["--user", "ada", "--add", "1 GPU hour", "--until", "2020-01-01"], "is in the past"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_bad_fraction_is_wrong_usage_and_installs_nothing(tmp_path: Path, caps
 
 def test_an_unknown_base_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "install", "--fraction", "1/4", "--base", "cobol", "--prefix", str(tmp_path)]) == 1
-    assert "there is no kernelspec 'cobol'" in capsys.readouterr().err
+    assert "there is no kernelspec named 'cobol'" in capsys.readouterr().err
 
 
 def test_the_list_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

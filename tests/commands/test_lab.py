@@ -68,4 +68,4 @@ def test_without_jupyterlab_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert main(["lab"]) == 1
-    assert "this needs jupyterlab: pip install 'jupyter-fractional-gpu[lab]'" in capsys.readouterr().err
+    assert "this needs jupyterlab; run: pip install 'jupyter-fractional-gpu[lab]'" in capsys.readouterr().err

@@ -65,7 +65,7 @@ ROUTES = {"explain": "story"}  # of the others: the command's name
 WHICH, ONE_GPU = "name the leases to", "name one GPU, for example 0, or use --all"
 PIN, TIME = (
     "is not a valid duration for a pin; use one such as 30m or 2h",
-    "duration 'long' is not a duration",
+    "invalid duration 'long'",
 )
 WRONG = {
     "suspend": WHICH,
@@ -77,13 +77,13 @@ WRONG = {
     "pin forever": "only 'forever' was given; add a duration, as in `jupyter gpu pin LEASE 30m`",
     "resize kernel-1": "give the new size: a FRACTION such as 1/2, a --memory such as 20GiB, or both",
     "resize kernel-1 2": "fraction '2' is out of range",
-    "resize kernel-1 --memory much": "memory 'much' is not a size",
+    "resize kernel-1 --memory much": "memory 'much' is not a valid size",
     "resize kernel-1 1/2 --wait long": TIME,
     "drain 0 --wait long": TIME,
     "drain 0 --deadline long": TIME,
     **{f"{name} {given}": ONE_GPU for name in ("drain", "undrain") for given in ("", "0 --all", "''", "'' --all")},
     "lease": "give the GPU memory with --memory, for example: jupyter gpu lease --memory 9GiB --ttl 10m",
-    "lease --memory much": "memory 'much' is not a size",
+    "lease --memory much": "memory 'much' is not a valid size",
     "lease --memory 1GiB --ttl long": TIME,
     "lease --memory 1GiB --wait long": TIME,
     "lease --memory 1GiB --holder self": "--holder must be a whole number from 1",
@@ -147,7 +147,7 @@ def test_without_a_broker_each_command_says_what_its_reader_can_do(
 ) -> None:
     monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(tmp_path / "b.sock"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    says = "so no kernels are on a GPU; the first kernel that wants one starts a broker"
+    says = "so no kernels are on a GPU; the first kernel that needs one starts a broker"
     if isinstance(COMMANDS.get(name), DeviceCommand):
         says = "without one, no GPU can be drained or put back into use; start one with `jupyter gpu broker`"
     if name == "pool":
@@ -165,7 +165,7 @@ def test_a_kernel_is_not_taken_for_a_claim(broker: OwnBroker, capsys: pytest.Cap
     assert main(["release", "kernel-1"]) == 1
     assert (
         capsys.readouterr().err
-        == "jupyter gpu: train.ipynb (lease-1) is a kernel, not a claim of `jupyter gpu lease`\n"
+        == "jupyter gpu: train.ipynb (lease-1) is a kernel, not a claim made with `jupyter gpu lease`\n"
     )
     assert broker.calls[-1].route == "status"
 
@@ -190,7 +190,7 @@ def test_a_lease_is_found_by_its_id_its_beginning_or_its_kernel(name: str, found
     ("name", "says"),
     [
         ("3f", r"'3f' matches train.ipynb \(3f2a9c1b\), 3f99aabb; give a longer part"),
-        *((name, rf"there is no lease '{name}'; there are train.ipynb") for name in ("", "nothing", "kernel")),
+        *((name, rf"no lease matches '{name}'; the leases are train.ipynb") for name in ("", "nothing", "kernel")),
     ],
 )
 def test_a_name_of_none_or_several_lists_what_there_is(name: str, says: str) -> None:
@@ -237,7 +237,7 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
         state="suspended",
         label="train.ipynb",
         position=2,
-        sentence="2 GiB are needed",
+        sentence="2 GiB is needed",
         expected_ms=40_200,
         expected_bounds_ms=(10_000, 120_000),
     )
@@ -251,7 +251,7 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
     assert told[1].endswith("  it was admitted  (lease.admitted)")
     assert told[2][2] == ":"
     assert told[3] == (
-        "train.ipynb (3f2a9c1b): suspended, 12 s; waits at place 2: 2 GiB are needed; about 40 s (10 s to 2 min)"
+        "train.ipynb (3f2a9c1b): suspended, 12 s; waiting at position 2: 2 GiB is needed; about 40 s (10 s to 2 min)"
     )
 
 

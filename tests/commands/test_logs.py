@@ -73,7 +73,7 @@ def test_nothing_in_the_log_controls_the_terminal(log: Path, capsys: pytest.Capt
     [
         (["--lines", "many"], "--lines must be a number of entries, such as 500, or `all`, not 'many'"),
         (["--lines", "-1"], "--lines must be a number of entries, such as 500, or `all`, not '-1'"),
-        (["--since", "long"], "'long' is not a duration"),
+        (["--since", "long"], "invalid duration 'long'"),
         (["nb.ipynb"], "'nb.ipynb' is not the id of a lease"),
     ],
 )

@@ -139,7 +139,9 @@ sys.exit(main.main(["demo", "--check"]))
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert said.returncode == 1, said.stderr
-    assert said.stderr == "jupyter gpu: this needs nbclient and nbformat: pip install 'jupyter-fractional-gpu[lab]'\n"
+    assert (
+        said.stderr == "jupyter gpu: this needs nbclient and nbformat; run: pip install 'jupyter-fractional-gpu[lab]'\n"
+    )
 
 
 def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def live() -> Iterator[LiveBroker]:
 def test_a_pool_that_is_not_there_is_named(live: LiveBroker, pool: str, capsys: pytest.CaptureFixture[str]) -> None:
     for change in ([], ["idle_after=2m"]):
         assert main(["pool", pool, *change, "--socket", live.socket]) == 2
-        assert f"there is no pool {pool!r}; `jupyter gpu pool` lists them" in capsys.readouterr().err
+        assert f"there is no pool named {pool!r}; `jupyter gpu pool` lists the pools" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["fractions=['1/4', '1/2']", "user_limits={leases: 2}"])

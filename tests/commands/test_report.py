@@ -155,7 +155,7 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
     assert users("--group", "physics") == ["ada"]
     assert users("--device", "gpu-1") == ["grace"]
     assert users("--device", "1") == ["grace"], "the number of a device"
-    assert "--device 'gpu' matches gpu-0, gpu-1, gpu-2; name one of them" in said(
+    assert "--device 'gpu' matches gpu-0, gpu-1, gpu-2; choose one of them" in said(
         "--from", usage, "--device", "gpu", code=1
     )
     assert users("--user", "nobody") == []
@@ -166,10 +166,10 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("--by", "colour"), 2, "--by must list each of hour, day,"),
-        (("--by", "user,user"), 2, "separated by commas, not 'user,user'"),
-        (("--by", ""), 2, "separated by commas, not ''"),
-        (("--since", "soon"), 2, "--since 'soon' is not a time; expected today, yesterday"),
+        (("--by", "colour"), 2, "invalid value for --by: 'colour'; choose from hour, day,"),
+        (("--by", "user,user"), 2, "invalid value for --by: 'user,user'; choose from"),
+        (("--by", ""), 2, "invalid value for --by: ''; choose from"),
+        (("--since", "soon"), 2, "--since 'soon' is not a valid time; expected today, yesterday"),
         (("--since", "today", "--until", "2026-01-01"), 2, "give a later --until"),
         (("--user", ""), 2, "--user is empty; give a value, or leave the option out to include all"),
         (("--socket", "/nowhere"), 2, "leave one of them out"),

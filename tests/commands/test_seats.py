@@ -64,9 +64,9 @@ def test_a_seat_that_is_not_there_or_not_clear_is_refused_with_what_there_is(
 ) -> None:
     seat = take(live, "ada")
     assert main(["seats", "release", "bob", "--socket", live.socket]) == 1
-    assert "there is no seat 'bob'; seats: ada" in capsys.readouterr().err
+    assert "there is no seat 'bob'; existing seats: ada" in capsys.readouterr().err
     assert main(["seats", "release", "--socket", live.socket]) == 2
-    assert "name a seat to release" in capsys.readouterr().err
+    assert "say which seat to release" in capsys.readouterr().err
     (one,) = seats(live)
     with pytest.raises(CommandError, match="matches 2 seats; give the id of one"):
         find_seat(seat[:6], [one, replace(one, owner="bob", seat_id=f"{seat[:6]}0")])

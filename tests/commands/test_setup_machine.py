@@ -176,7 +176,7 @@ def test_a_file_that_others_wrote_stays(root: Path, capsys: pytest.CaptureFixtur
     unit.write_bytes(b"[Unit]\nDescription=mine \xff\n")
     before = tree_of(root)
     assert set_up(root) == 1
-    assert f"did not write {unit}; move it away" in capsys.readouterr().err
+    assert f"first move away what this command did not write: {unit}" in capsys.readouterr().err
     assert tree_of(root) == before
 
 
@@ -237,7 +237,7 @@ def test_nothing_is_written_or_removed_below_a_users_folder(root: Path, capsys: 
         os.chown(folder, 1234, 0)
         before = tree_of(root)
         assert set_up(root, *words) == 1
-        assert f"{folder} belongs to user id 1234" in capsys.readouterr().err
+        assert f"{folder} belongs to another user (uid 1234)" in capsys.readouterr().err
 
         assert tree_of(root) == before
         os.chown(folder, 0, 0)
@@ -311,10 +311,10 @@ def test_an_undo_that_was_killed_at_any_step_is_finished_by_the_next(root: Path,
     ("words", "says"),
     [
         (["--share", "5/4"], "5/4"),
-        (["--pool", "big"], "not of the form"),
-        (["--pool", "Big={}"], "a pool name has"),
+        (["--pool", "big"], "not in the form"),
+        (["--pool", "Big={}"], "a pool name must be"),
         (["--pool", 'big={"fraction": 1}'], "did you mean 'fractions'"),
-        (["--pool", "big=3"], "a pool is a dictionary"),
+        (["--pool", "big=3"], "a pool must be a dictionary"),
     ],
 )
 def test_a_wrong_word_is_named_before_anything_is_written(

@@ -71,7 +71,7 @@ def test_no_broker_is_an_ordinary_answer_and_none_is_started(
     socket = tmp_path / "b.sock"
     assert main(["status", "--socket", str(socket)]) == 0
     assert capsys.readouterr().out == (
-        f"No broker is running on {socket}; the first kernel that wants a GPU starts one.\n"
+        f"No broker is running on {socket}; the first kernel that needs a GPU starts one.\n"
     )
     assert main(["status", "--json", "--socket", str(socket)]) == 0
     assert capsys.readouterr().out == '{"running": false}\n'

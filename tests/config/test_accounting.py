@@ -90,7 +90,7 @@ def test_times_with_a_zone_are_that_zones(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "is empty; its first line must name the columns"),
-        ("hour,grams\n1,2\n", "line 1: 'hour, grams' lacks the columns time and g_per_kwh"),
+        ("hour,grams\n1,2\n", "line 1: 'hour, grams' does not have the columns time and g_per_kwh"),
         ("time,g_per_kwh\n", "has no data; add one line per hour"),
         ("time,g_per_kwh\nnoon,300\n", "line 2: 'noon, 300'; expected a time such as"),
         ("time,g_per_kwh\n2026-11-24T08:00\n", "line 2: '2026-11-24T08:00'; expected"),

@@ -61,10 +61,10 @@ def test_amounts(text: str, parsed: tuple[Unit, int, str], shown: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("40 GPU hours", "[0] = '40 GPU hours': a budget is a dictionary"),
+        ("40 GPU hours", "[0] = '40 GPU hours': a budget must be a dictionary"),
         ({"limit": "1 EUR", "per": "day"}, "either 'user' or 'group'"),
         ({**USER, "group": "x"}, "either 'user' or 'group'"),
-        ({**USER, "user": ""}, "['user'] = '': a name, or '*'"),
+        ({**USER, "user": ""}, "['user'] = '': expected a name, or '*'"),
         ({**USER, "user": "a\nb"}, "a name, or '*'"),
         ({**USER, "limit": "40"}, "['limit'] = '40': expected an amount and its unit"),
         ({**USER, "limit": 40}, "an amount and its unit"),
@@ -72,7 +72,7 @@ def test_amounts(text: str, parsed: tuple[Unit, int, str], shown: str) -> None:
         ({**USER, "per": "year"}, "['per'] = 'year': expected 'day', 'week' or 'month'"),
         ({**USER, "per": "rolling 5m"}, "['per'] = 'rolling 5m'"),
         ({**USER, "per": "rolling"}, "['per']"),
-        ({**USER, "pools": "lab"}, "['pools'] = 'lab': a list of pool names"),
+        ({**USER, "pools": "lab"}, "['pools'] = 'lab': expected a list of pool names"),
         ({**USER, "perr": "day"}, "did you mean 'per'?"),
     ],
 )

@@ -50,13 +50,13 @@ def test_an_unknown_key_names_the_pool_and_the_keys_there_are(policy: object, ke
 
 
 def test_a_pool_is_a_dictionary() -> None:
-    with pytest.raises(ConfigError, match=r"pools\['default'\] = '5m': a pool is a dictionary such as"):
+    with pytest.raises(ConfigError, match=r"pools\['default'\] = '5m': a pool must be a dictionary such as"):
         load(None, {"pools": {"default": "5m"}})
 
 
 @pytest.mark.parametrize("name", ["", "Lab", "a b", "-a", "a-", "a/b", "x" * 64, "é"])
 def test_a_pool_name_must_fit_into_a_kernelspec_name(name: str) -> None:
-    with pytest.raises(ConfigError, match="a pool name has 1 to 63 lowercase letters, digits"):
+    with pytest.raises(ConfigError, match="a pool name must be 1 to 63 lowercase letters, digits"):
         load(None, {"pools": {name: {}}})
 
 
@@ -105,7 +105,7 @@ def test_a_pool_without_devices_is_refused() -> None:
 
 def test_a_host_without_devices_has_an_empty_pool_but_no_listed_ones() -> None:
     assert _specs({"default": {}}, devices=())["default"].devices == ()
-    with pytest.raises(ConfigError, match="there is no such device; this host has: none at all"):
+    with pytest.raises(ConfigError, match="there is no such device; this host has: no devices"):
         _specs({"a": {"devices": [0]}}, devices=())
 
 
@@ -151,8 +151,11 @@ def test_a_pool_may_have_all_devices_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("pools", "problem"),
     [
-        ({"default": {"devices": ["model:B200"]}}, "no device of that model; this host has: NVIDIA A100-SXM4-40GB, "),
-        ({"default": {"devices": ["model:"]}}, "no device of that model"),
+        (
+            {"default": {"devices": ["model:B200"]}},
+            "no device matches that model; this host has: NVIDIA A100-SXM4-40GB, ",
+        ),
+        ({"default": {"devices": ["model:"]}}, "no device matches that model"),
         ({"a": {"devices": ["model:A100"]}, "b": {"devices": [0]}}, "is already in pool 'a'"),
     ],
 )

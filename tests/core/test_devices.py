@@ -206,7 +206,7 @@ def test_time_never_goes_back() -> None:
 
 
 def test_an_event_of_another_version_is_refused() -> None:
-    with pytest.raises(TypeError, match="does not know the event Event"):
+    with pytest.raises(TypeError, match="does not recognise the event Event"):
         Hand().arbiter.handle(Event(at_ms=0))
 
 

@@ -59,7 +59,7 @@ def test_a_grant_says_who_asked_and_how_long_it_took() -> None:
     )
 
 
-@pytest.mark.parametrize("by", ["`%gpu suspend`", "a request of administrator grace"])
+@pytest.mark.parametrize("by", ["`%gpu suspend`", "a request by administrator grace"])
 def test_what_caused_a_suspend_or_the_end_of_a_pin_is_named(by: str) -> None:
     hand = Hand()
     hand.idle("a")

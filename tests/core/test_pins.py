@@ -107,7 +107,7 @@ def test_the_pin_of_a_suspended_kernel_asks_for_nothing_and_counts_once_it_is_ba
     [
         (5 * HOUR_MS, 4 * HOUR_MS, "pin-too-long", "allows at most 4 h"),
         (HOUR_MS, 0, "pin-too-long", "allows no pins"),
-        (0, HOUR_MS, "pin-too-short", "a second or more"),
+        (0, HOUR_MS, "pin-too-short", "at least a second"),
     ],
 )
 def test_a_pin_that_cannot_be_is_declined_with_what_is_allowed(

@@ -107,7 +107,7 @@ def test_a_deadline_that_is_too_short_saves_the_work_and_tells_the_other_user_at
     assert _told(effects) == [("fresh", "revocation.lost")]
     assert "revocation.lost" in hand.reasons(effects, "fresh")
     (told,) = [effect for effect in effects if isinstance(effect, UserNotice)]
-    assert "Save to disk now" in told.sentence
+    assert "Save what you need to disk now" in told.sentence
     assert _told(hand.wait(1)) == [], "once is enough"
 
 

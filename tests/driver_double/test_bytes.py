@@ -183,7 +183,7 @@ def test_every_result_is_read(double: DriverDouble, remote: Remote, kernel: Kern
     """1234 is no number of CUDA's: a newer driver may have more of them than the bindings."""
     kernel.run("cuda.memory_info()")
     double.fail("cuCheckpointProcessLock", number)
-    named = rf"does not know|CUDA_ERROR_\w+ \({number}\)|CUDA error {number}"
+    named = rf"unknown to this version|CUDA_ERROR_\w+ \({number}\)|CUDA error {number}"
     with pytest.raises(GPUError, match=named):
         remote.checkpointer.lock(kernel.pid, 10)
     assert only(double, remote, "cuCheckpointProcessLock").result == number

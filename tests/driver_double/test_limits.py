@@ -107,7 +107,7 @@ def test_a_restore_past_the_limit_is_fatal_unless_the_limit_was_raised_before(
 def test_a_driver_without_limits_and_a_group_that_is_gone_are_told(
     double: DriverDouble, remote: Remote, group: Group
 ) -> None:
-    with pytest.raises(GPUError, match="not in a mounted hierarchy") as gone:
+    with pytest.raises(GPUError, match="not in a mounted cgroup v2 hierarchy") as gone:
         set_limit(remote, double, ("/no-such.service", group[1]), 1)
     assert gone.value.code is GPUErrorCode.OPERATING_SYSTEM
     double.set(driver="610")

@@ -74,7 +74,7 @@ def a_broker_whose_configuration_was_broken_meanwhile_is_not_stopped(world: Worl
     world.configure("c.GPUBroker.host_memory = 'much'\n")
     done = world.command("broker", "--restart")
     assert done.returncode == 1
-    assert "the broker was not stopped, because it could not start again: " in done.stderr
+    assert "the broker was not stopped, because it would not start again: " in done.stderr
     assert "host_memory" in done.stderr
     assert world.broker_pid() == pid
 

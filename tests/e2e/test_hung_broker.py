@@ -66,7 +66,7 @@ def test_cells_say_that_the_broker_is_stopped_keep_their_place_and_are_served_by
         line = shown(notebook, "did not answer")
     assert f"(process {pid})" in line
     assert f"kill -CONT {pid}" in line
-    assert "continues when the broker answers" in line
+    assert "continues once the broker is responding" in line
     reply = notebook.wait(cell)
     assert (reply.status, reply.text) == ("ok", "intact\n")
     assert world.broker_pid() == pid
@@ -95,7 +95,7 @@ def a_cell_that_waits_already_says_it_too_and_keeps_its_place(world: World, hold
         f"import os, time\nwhile not os.path.exists({str(stop)!r}):\n    buffer.read()\n    time.sleep(0.05)"
     )
     cell = waiter.send(fill(2) + CHECK)
-    shown(waiter, "This cell waits for the GPU")
+    shown(waiter, "This cell is waiting for the GPU")
     pid = world.broker_pid()
     assert pid is not None
     with stopped(pid):
@@ -111,7 +111,7 @@ def what_looks_and_asks_says_it_instead_of_hanging(world: World, notebook: Noteb
     lease = world.lease(notebook.kernel_id).lease_id
     pid = world.broker_pid()
     assert pid is not None
-    remedy = f"`kill -CONT {pid}` continues it"
+    remedy = f"use `kill -CONT {pid}` to continue it"
     with stopped(pid), ThreadPoolExecutor() as pool:  # each of them waits for five seconds
         asked = [pool.submit(command, world, *words) for words in (["status"], ["suspend", lease], ["doctor"])]
         assert remedy in notebook.must("%gpu").data[-1]["text/plain"]

@@ -61,7 +61,7 @@ def test_the_answer_waits_for_its_turn_and_says_so_and_an_interrupt_ends_the_wai
     until((pair.world.notebooks / "running").exists, "the neighbour's cell runs")
     first.answer("yes")
     until(lambda: pair.world.lease(first.kernel_id).position == 1, "the answer has a ticket")
-    while "waits for the GPU" not in str(json.loads(first.socket.recv())["content"]):
+    while "is waiting for the GPU" not in str(json.loads(first.socket.recv())["content"]):
         pass
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")

@@ -48,7 +48,7 @@ def waiting(notebook: Notebook, cell: str) -> Iterator[dict[str, Any]]:
     messages = notebook.messages(cell)
     for message in messages:
         content = message["content"]
-        if "waits for the GPU" in str(content.get("data", {}).get("text/plain", "")):
+        if "is waiting for the GPU" in str(content.get("data", {}).get("text/plain", "")):
             return messages
     raise AssertionError("the cell ended without having waited")
 

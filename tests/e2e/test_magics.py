@@ -119,7 +119,7 @@ def waits_says_why_and_can_be_interrupted(world: World, first: Notebook, second:
     printed(second, working)
     asking = first.send("%%gpu 1\nprint('ran')")
     for message in first.messages(asking):
-        if "waits for its new share" in message["content"].get("data", {}).get("text/plain", ""):
+        if "is waiting for its new share" in message["content"].get("data", {}).get("text/plain", ""):
             break
     first.interrupt()
     reply = first.wait(asking)

@@ -178,7 +178,7 @@ def test_an_interrupt_ends_all_programs_and_leases(shared: World) -> None:
         (("--fractions", "1/2", "--copies", "1", "--", "true"), "leave one of them out"),
         (("--copies", "0", "--", "true"), "must be a whole number from 1 to 63"),
         (("--interval", "wide", "--", "true"), "must be a percentage above 0"),
-        (("--within", "1h30", "--", "true"), "is not a duration"),
+        (("--within", "1h30", "--", "true"), "invalid duration"),
         (("--neighbour", "'", "--", "true"), "quote it as for a shell"),
         (("--", "missing.ipynb"), "there is no notebook missing.ipynb"),
     ],

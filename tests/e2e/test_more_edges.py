@@ -60,7 +60,7 @@ def occupy(notebook: Notebook, world: World) -> str:
 def sentence(notebook: Notebook) -> str:
     while True:
         text = str(json.loads(notebook.socket.recv())["content"].get("data", {}).get("text/plain", ""))
-        if "waits for the GPU" in text:
+        if "is waiting for the GPU" in text:
             return text
 
 

@@ -200,14 +200,14 @@ def fails_with_its_caller(
     pid = mode.pid(notebook)
     reply = notebook.wait(die_in_the_middle(mode, notebook, operation, of=VICTIMS[victim]))
     assert reply.status == "error"
-    assert f"an uncorrectable error of process {pid}:" in reply.error
+    assert f"an uncorrectable error in process {pid}:" in reply.error
     assert "restart the kernel" in reply.error
     lease = mode.world.lease(notebook.kernel_id)
     assert (lease.state, lease.sentence in reply.error) == ("quarantined", True), (lease, reply.error)
     assert lease.sentence in mode.story(notebook)
     explained = notebook.must("%gpu explain")
-    assert "an uncorrectable error of process" in str(explained.data)
-    assert "an uncorrectable error of process" in mode.world.command("explain", lease.lease_id).stdout
+    assert "an uncorrectable error in process" in str(explained.data)
+    assert "an uncorrectable error in process" in mode.world.command("explain", lease.lease_id).stdout
     assert notebook.must("%%cpu\nprint(kept)").text == "in host memory\n"
     restores = len(mode.calls("cuCheckpointProcessRestore", pid))
     with pytest.raises(ConflictError, match="an uncorrectable error"), mode.world.client() as client:

@@ -49,7 +49,7 @@ def test_kernels_take_turns_on_it_and_keep_every_byte(outside: World) -> None:
 
 def test_a_kind_that_is_not_installed_or_fails_is_the_reason_that_a_broker_gives(outside: World) -> None:
     for change, reason in (
-        ({"device_kind": "other"}, "there is no kind of device 'other'"),
+        ({"device_kind": "other"}, "there is no device kind named 'other'"),
         ({}, "EXAMPLE_DEVICES is not set"),
     ):
         outside.environment["EXAMPLE_DEVICES"] = ""

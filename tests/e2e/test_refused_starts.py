@@ -47,8 +47,8 @@ def test_a_server_answers_with_the_sentence_however_a_kernel_is_asked_for(world:
     (good,) = world.install(500)
     wrong = {
         write_spec(world, "misspelt", fracton="1/2"): "unknown key 'fracton'; did you mean 'fraction'?",
-        write_spec(world, "poolless", pool="nowhere"): "there is no pool 'nowhere'; pools: default",
-        write_spec(world, "lots", fraction="lots"): "fraction 'lots' is not a fraction",
+        write_spec(world, "poolless", pool="nowhere"): "there is no pool named 'nowhere'; pools: default",
+        write_spec(world, "lots", fraction="lots"): "invalid fraction 'lots'",
     }
     with Server(world) as server:
         running = server.request("POST", "api/sessions", session("good.ipynb", good))

@@ -72,7 +72,7 @@ def test_a_deadline_saves_whom_it_can_tells_the_others_and_leaves_running_cells_
     began_s = time.monotonic()
     assert drained.returncode == 0, drained.stderr
     assert "goes away in" in drained.stdout
-    assert "Save to disk now what you need" in _told(fresh, cell)
+    assert "Save what you need to disk now" in _told(fresh, cell)
     left = slow.lease(fresh.kernel_id)
     assert 0 < (left.goes_away_in_ms or 0) <= deadline_ms
     assert "is expected to take" in left.lease.lost_because
@@ -140,7 +140,7 @@ def test_a_hosts_notice_is_told_beneath_the_last_cell_and_taken_back_there(world
     assert world.status().goes_away_in_ms is not None
     assert world.command("status").stdout.count("This machine is revoked") == 1
     path.unlink()
-    taken_back = _next_with(notebook, "does not go away after all")
+    taken_back = _next_with(notebook, "will not go away after all")
     assert (shown["msg_type"], taken_back["msg_type"]) == ("display_data", "update_display_data")
     assert shown["content"]["transient"] == taken_back["content"]["transient"], "instead of the warning"
     assert world.status().goes_away_in_ms is None

@@ -133,7 +133,7 @@ def test_a_wait_is_told_with_its_reason_and_has_a_limit(shared: World) -> None:
     assert told.startswith(WAITS)
     assert "holds" in told
     assert "; place 1 in the queue" in told
-    assert refused.startswith("jupyter gpu: no GPU within the time allowed: ")
+    assert refused.startswith("jupyter gpu: no GPU became free in time: ")
 
 
 def test_in_a_hubs_terminal_it_draws_on_the_servers_seat(shared: World) -> None:
@@ -395,8 +395,8 @@ def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_i
         (("--memory", "much", "--", "true"), 2, "'much'"),
         (("--wait", "long", "--", "true"), 2, "'long'"),
         (("--wait", "2h", "--", "true"), 2, "--wait must be at most 1 h, not 2h; leave it out"),
-        (("--pool", "a/b", "--", "true"), 2, "'a/b' is not a pool name"),
-        (("--pool", "nowhere", "--", "true"), 1, "there is no pool 'nowhere'"),
+        (("--pool", "a/b", "--", "true"), 2, "'a/b' is not a valid pool name"),
+        (("--pool", "nowhere", "--", "true"), 1, "there is no pool named 'nowhere'"),
         (("--memory", "2TiB", "--", "true"), 1, "2048 GiB of memory was requested"),
         (("--", "no-such-program"), 127, "no-such-program cannot be run: No such file or directory"),
         (("--", "/etc/passwd"), 126, "/etc/passwd cannot be run: Permission denied"),

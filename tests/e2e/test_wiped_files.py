@@ -161,7 +161,7 @@ def a_broker_that_is_to_end_while_it_repairs_ends(world: World, notebook: Notebo
     until(lambda: world.lease(notebook.kernel_id).state == "resuming", "a swap begins")
     log = (run(world) / "broker.log").open(encoding="utf-8")
     world.ledger.unlink()
-    until(lambda: "restarts itself to recreate its files" in log.read(), "it repairs itself")
+    until(lambda: "restarting the broker to recreate its files" in log.read(), "it repairs itself")
     os.kill(broker, signal.SIGTERM)
     until(lambda: claim_holder(world.socket) is None, "it has ended")
     resume.join(60)

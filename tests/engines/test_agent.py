@@ -167,14 +167,14 @@ def test_without_a_broker_the_count_stays_for_a_while_and_is_then_lowered() -> N
     world.run(agent, 60)
     assert world.counts == {"jgpu": 300}
     summary = parse_summary(world.summary)
-    assert summary.problem == "the node's broker does not answer"
+    assert summary.problem == "the node's broker is not responding"
     assert [pool.admissible_milli for pool in summary.pools] == [0]
     world.broker_down = False
     world.run(agent, 20)
     assert world.counts == before
     assert [line for line in world.said if "broker" in line] == [
-        "the broker does not answer: no broker listens",
-        "the broker answers again",
+        "the broker is not responding: no broker listens",
+        "the broker is responding again",
     ]
 
 
@@ -196,4 +196,4 @@ def test_a_controller_that_is_down_is_tried_ever_more_rarely_and_said_once() -> 
     world.engine_down = False
     world.run(agent, 180)
     assert world.counts == {"jgpu": 1000}
-    assert world.said.count("the engine answers again") == 1
+    assert world.said.count("the engine is responding again") == 1

@@ -97,7 +97,7 @@ def test_a_task_gets_what_the_prolog_wrote_and_nothing_is_run_of_it(tmp_path: Pa
         (["--devices", "0"], "--devices must be from 1 to 64, not 0"),
         (["--folder", "here"], "Slurm needs an absolute path"),
         (["--pool", "default=gpu"], "not gpu, shard, mps, gres"),
-        (["--pool", "a=x", "--pool", "b=x"], "each resource only once"),
+        (["--pool", "a=x", "--pool", "b=x"], "each resource can only be named once"),
     ],
 )
 def test_wrong_options_are_refused_with_what_is_allowed(

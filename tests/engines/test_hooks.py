@@ -61,7 +61,7 @@ def test_without_a_broker_the_request_is_kept_for_the_agent(
     assert list(SeatFiles(settings.folder).wanted()) == [wanted]
     written = files(settings)["job-12.env"].splitlines()
     assert f"JUPYTER_GPU_SEAT_FILE={settings.folder}/job-12.json" in written
-    assert any(line.startswith("print ") and "when the node's broker answers" in line for line in written)
+    assert any(line.startswith("print ") and "when the node's broker responds" in line for line in written)
 
 
 def test_an_ssh_session_in_a_job_takes_its_environment_from_the_file(

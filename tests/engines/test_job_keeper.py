@@ -19,7 +19,7 @@ from tests.engines.test_slurm_texts import seat
 pytestmark = pytest.mark.promise("slurm")
 
 LOOK_MS, COMMENT_MS, ENDED_MS = 100, 1_000, 10_000
-DOWN = EngineUnavailableError("slurmdbd does not answer")
+DOWN = EngineUnavailableError("slurmdbd is not responding")
 
 
 class Controller(Slurm):
@@ -86,7 +86,7 @@ def test_a_database_that_is_down_keeps_no_job_from_its_comment_and_gets_the_last
     node.look(2, after_ms=COMMENT_MS)
     assert "busy=3.000h" in node.slurm.running[2]
     assert len(node.said) == 1
-    assert "slurmdbd does not answer" in node.said[0]
+    assert "slurmdbd is not responding" in node.said[0]
 
     node.slurm.trouble = None
     node.look(2, after_ms=COMMENT_MS)

@@ -242,7 +242,7 @@ def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_packag
     slurm.await_end(job)
     assert slurm.output(job).endswith("all ran\n"), slurm.output(job)
     assert (
-        "1/2 GPU for the kernels of environments that have jupyter-fractional-gpu; other kernels and programs see no GPU"
+        "1/2 GPU for kernels in environments that have jupyter-fractional-gpu; other kernels and programs see no GPU"
         in slurm.output(job)
     )
     assert (tmp_path / "out").read_text() == "True False "
@@ -346,7 +346,7 @@ def test_a_job_is_told_that_it_has_no_share_because_the_disk_of_seats_is_full(
         job = slurm.sbatch('echo "<$CUDA_VISIBLE_DEVICES>"', HALF, "-w", "n1")
         slurm.await_job(job, "COMPLETED")
         assert slurm.output(job) == (
-            f"jupyter gpu: this job has no GPU share: the disk of {seats}/job-{job}.env is full\n<>\n"
+            f"jupyter gpu: this job has no GPU share: the disk that holds {seats}/job-{job}.env is full\n<>\n"
         )
     finally:
         slurm.cancel_all()

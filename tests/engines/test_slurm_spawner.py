@@ -118,7 +118,8 @@ async def test_the_wait_in_the_queue_is_shown_with_its_reason(cluster: Cluster) 
         await start
     said = messages(spawner)
     assert any(
-        text.startswith(f"Job {spawner.job_id} waits in Slurm's queue: no node has enough free") for text in said
+        text.startswith(f"Job {spawner.job_id} is waiting in Slurm's queue: no node has enough free resources")
+        for text in said
     )
     assert said[-1] == "The cluster has started your server, with 1/4 GPU of pool default"
 

@@ -150,7 +150,7 @@ RUNNING = "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|\n"
 
 def test_an_accounting_database_that_is_down_is_named(slurm: Slurm, tmp_path: Path) -> None:
     answer(tmp_path, "", "sacct: error: Sending PersistInit msg: Connection refused", 1)
-    with pytest.raises(EngineUnavailableError, match="slurmdbd does not answer"):
+    with pytest.raises(EngineUnavailableError, match="slurmdbd is not responding"):
         slurm.comment_in_accounting(12, "used")
     (tmp_path / "sacct").write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(EngineUnavailableError, match="slurmdbd or the network is down"):

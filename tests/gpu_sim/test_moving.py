@@ -20,7 +20,7 @@ def test_a_machine_without_room_for_the_copy_refuses_and_loses_nothing(
     driver.lock(kernel.pid, 1000)
     for operation, state in ((driver.checkpoint, S.LOCKED), (driver.restore, S.CHECKPOINTED)):
         monkeypatch.setattr(Store, "available_bytes", lambda _store: 1000)
-        with pytest.raises(GPUError, match="1 MiB needs as much free memory") as caught:
+        with pytest.raises(GPUError, match="1 MiB needs that much free memory") as caught:
             operation(kernel.pid)
         assert caught.value.code is GPUErrorCode.OPERATING_SYSTEM
         assert driver.state(kernel.pid) is state

@@ -288,7 +288,7 @@ async def test_a_worker_that_outlives_its_service_keeps_every_other_worker_out(
     service.start()
     # It hangs, and nothing can kill it: the link starts no second worker while it lives.
     assert not _is_gone(orphan)
-    with pytest.raises(GPUError, match=f"worker {orphan} hangs in the driver and cannot be killed"):
+    with pytest.raises(GPUError, match=f"worker {orphan} is hung in the driver and cannot be killed"):
         await link.state(target)
     faults.clear(simulated.directory)
     os.kill(orphan, signal.SIGCONT)
@@ -368,8 +368,8 @@ def _request(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("message", "code", "sentence"),
     [
-        (b"\xff", "unknown", "this is not a message of a checkpoint worker"),
-        (b"[" * 4000, "unknown", "this is not a message of a checkpoint worker"),
+        (b"\xff", "unknown", "this is not a message from a checkpoint worker"),
+        (b"[" * 4000, "unknown", "this is not a message from a checkpoint worker"),
         ([1], "unknown", r"Expected `object`, got `array` .b'\[1\]'"),
         (b" " * 70_000, "unknown", "at most 65536 bytes"),
         ({}, "unknown", "missing required field `backend`"),
@@ -467,7 +467,7 @@ async def test_a_socket_of_another_user_is_not_believed(path: str, monkeypatch: 
 
 
 async def test_without_a_service_the_container_is_named(path: str) -> None:
-    with pytest.raises(GPUError, match=r"does not answer: .* check the container that runs"):
+    with pytest.raises(GPUError, match=r"is not responding: .* check the container that runs"):
         await worker_process.connect(path, "simulated:x", (), patience_s=0)
 
 

@@ -196,7 +196,7 @@ def users_share_the_gpu(log: Path) -> None:
         say(f"{LATE}: {waiting.text_content()}")
     text = log.read_text()
     assert (
-        "it has room for about 20 seats of 1/8 GPU, or 8 seats of 1/4 GPU, or 3 seats of 1/2 GPU; with more, over 10 %"
+        "has room for about 20 seats of 1/8 GPU, or 8 seats of 1/4 GPU, or 3 seats of 1/2 GPU; with more, over 10 %"
         in text
     )
     assert "got no kernel" not in text

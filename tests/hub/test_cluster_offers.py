@@ -38,7 +38,9 @@ def page(nodes: Sequence[NodePool]) -> str:
 
 def test_the_page_says_what_all_nodes_have_together() -> None:
     text = page([node("n1"), node("n2", admissible_milli=0, held_milli=2000, waiting=3)])
-    assert "2 nodes with 4 GPUs; 2.5 of 4 GPUs are held, 1.5 are available now; 3 kernels wait for a GPU." in text
+    assert (
+        "2 nodes with 4 GPUs; 2.5 of 4 GPUs are held, 1.5 are available now; 3 kernels are waiting for a GPU." in text
+    )
     assert "starts at once on 1 of 2 nodes" in text
     assert 'value="default/250" required aria-describedby="gpu-default-250-hint" checked' in text, (
         "the smallest free share"
@@ -55,7 +57,7 @@ def test_stale_news_is_shown_with_its_age_and_counts_for_nothing() -> None:
 
 def test_a_pool_whose_nodes_are_all_down_says_why() -> None:
     (pool,) = offers_of([node("n1", why_not="drained"), node("n2", why_not="down")], TERMS).pools
-    assert pool.why_not == "no node starts servers now: n1 is drained, n2 is down"
+    assert pool.why_not == "no node can start servers right now: n1 is drained, n2 is down"
     assert offers_of([node(why_not="down")], TERMS).default_pool == ""
 
 
@@ -169,7 +171,7 @@ async def test_a_start_shows_the_queue_and_its_allocation_outlives_the_hub() -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"pool": "x"}, "there is no pool 'x'; available: default"),
+        ({"pool": "x"}, "no such pool: 'x'; available: default"),
         ({"fraction": "1/8"}, "1/8 GPU is not available in pool default; available: 250m (250 MiB), 500m (500 MiB)"),
         ({"memory": "1GiB"}, "memory 1 GiB was chosen, but in this cluster"),
         ({"pool": "$(id)"}, "pool"),
@@ -191,7 +193,7 @@ async def test_an_engine_that_does_not_answer_stops_the_start_and_the_page_says_
     with pytest.raises(web.HTTPError) as refusal:
         await made.start()
     assert refusal.value.status_code == 503
-    assert "You cannot choose a GPU right now: the cluster does not report its GPUs." in await made.get_options_form()
+    assert "You cannot choose a GPU right now: the cluster is not reporting its GPUs." in await made.get_options_form()
 
 
 def test_a_base_memory_that_is_none_is_refused() -> None:

@@ -76,7 +76,7 @@ def test_a_user_sees_all_nodes_and_their_own_servers_an_administrator_all() -> N
     assert [row["owner"] for row in all_of_them["servers"]] == ["ada", "bob"]  # type: ignore[attr-defined]
     assert mine["nodes"] == all_of_them["nodes"]
     assert mine["summary"] == (
-        "4 nodes, 2.5 of 4 GPUs held, 0.75 available now, 1 server of yours, 3 further nodes without an agent"
+        "4 nodes, 2.5 of 4 GPUs held, 0.75 available now, 1 server of yours, 3 more nodes without an agent"
     )
 
 

@@ -154,7 +154,7 @@ def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyP
             "pools['default']['hours'] = '9 to 5': '9 to 5' is not a time of the week",
         ),
         ({"pools": {"default": {"groups": ["staff"]}}}, "expected 'everybody', or groups such as"),
-        ({"pools": {"Big One": {}}}, "a pool name has"),
+        ({"pools": {"Big One": {}}}, "a pool name must be"),
         ({"pools": {}}, "expected at least one pool"),
         ({"poools": {}}, "did you mean 'pools'?"),
         ({"idle_exit": "soon"}, "idle_exit = 'soon'"),
@@ -204,7 +204,7 @@ def test_a_broker_of_the_system_is_found_and_used(
         assert services(c) == []
         assert c.FractionalGPUMixin.gpu_socket == live.socket
         configure(Config(), broker="system")
-        assert any("it has room for about " in line for line in caplog.messages)
+        assert any(" has room for about " in line for line in caplog.messages)
         for name, value in (("pools", {"default": {}}), ("config_file", "pools.py"), ("simulate", "2x8GiB")):
             with pytest.raises(ConfigError, match=rf"{name} was given, but a system broker is serving"):
                 configure(Config(), **{name: value})  # type: ignore[arg-type]

@@ -52,12 +52,17 @@ def ada(hub: HubWorld) -> HubServer:
 
 REFUSALS: list[tuple[str, dict[str, Any], int, str]] = [
     ("ada", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, but you are in students"),
-    ("eve", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, but you are in no group"),
+    (
+        "eve",
+        {"pool": "staff", "fraction": "1/4"},
+        403,
+        "Pool 'staff' is for members of staff, but you are not in any group",
+    ),
     (
         "bob",
         {"pool": "closed", "fraction": "1/4"},
         503,
-        f"Pool 'closed' is closed now; it is open {CLOSED} 08:00-08:30",
+        f"Pool 'closed' is currently closed; it is open {CLOSED} 08:00-08:30",
     ),
     (
         "bob",
@@ -72,7 +77,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str]] = [
         "pool 'default' offers 1/8, 1/4, 1/2, 3/4, 1; choose one of these",
     ),
     ("bob", {"pool": "default", "fraction": {"$ne": 1}}, 400, "neither a fraction nor a size"),
-    ("bob", {"pool": "default/../staff", "fraction": "1/4"}, 400, "is not a pool name"),
+    ("bob", {"pool": "default/../staff", "fraction": "1/4"}, 400, "is not a valid pool name"),
 ]
 
 
@@ -96,10 +101,10 @@ def test_the_api_refuses_with_the_reason(
             "staff/250",
             "Your server was not started. Pool 'staff' is for members of staff, but you are in students",
         ),
-        pytest.param("bob", "closed/250", f"opens next on {CLOSED} 08:00", id="closed"),  # at midnight, too
+        pytest.param("bob", "closed/250", f"next opens on {CLOSED} 08:00", id="closed"),  # at midnight, too
         ("bob", "default/750", "you may have 1/2 GPU in this pool"),
         ("bob", "default/333", "offers 1/8, 1/4, 1/2, 3/4, 1"),
-        ("bob", "<b>x</b>/1", "is not a pool name"),
+        ("bob", "<b>x</b>/1", "is not a valid pool name"),
         ("bob", "default/²", "is not one of the choices; reload the page and choose again"),
     ],
 )
@@ -117,10 +122,10 @@ def test_the_page_shows_what_the_user_may_choose_and_a_sensible_default(hub: Hub
     assert page.choices["default/250"], "the default is chosen already"
     assert set(page.choices) == {f"default/{milli}" for milli in (125, 250, 500)} | {"full/1000", "none"}
     assert "Pool staff" not in page.text, "pools of others are not shown"
-    assert "Not available: pool 'closed' is closed now" in page.text
+    assert "Not available: pool 'closed' is currently closed" in page.text
     assert "1/4 GPU, 64 MiB, 0.20 to 0.30 EUR per hour" in page.text
     assert (
-        "A whole GPU costs 0.80 EUR per hour, 1.20 Mon-Fri 08:00-18:00; the time in which a kernel has memory"
+        "A whole GPU costs 0.80 EUR per hour, 1.20 Mon-Fri 08:00-18:00; the time during which a kernel has memory"
         in page.text
     )
     assert page.text.count("A whole GPU costs") == 1, "pools without a price have no terms"
@@ -194,7 +199,7 @@ def _own_kernelspec(hub: HubWorld, name: str, **config: Any) -> str:  # noqa: AN
     [
         (
             {"pool": "default", "fraction": "1"},
-            "a kernel of 1 GPU was requested, but this server has 1/4 GPU with 64 MiB",
+            "a kernel with 1 GPU was requested, but this server has 1/4 GPU with 64 MiB",
         ),
         ({"pool": "default", "fraction": "1/4", "memory": "200MiB"}, "a kernel with 200 MiB was requested"),
         ({"pool": "staff", "fraction": "1/4"}, "a kernel of pool 'staff' was requested, but this server has"),

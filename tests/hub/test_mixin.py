@@ -350,15 +350,15 @@ async def test_who_reached_a_limit_and_leaves_the_pool_out_is_told_the_limit(
 
 FORGED: list[tuple[dict[str, Any], str]] = [
     ({"pool": "default", "fraction": 7}, "out of range"),
-    ({"pool": "default", "fraction": "1/0"}, "is not a fraction"),
+    ({"pool": "default", "fraction": "1/0"}, "invalid fraction"),
     ({"pool": "default", "fraction": ["1/4"]}, "neither a fraction nor a size"),
     ({"pool": "default", "fraction": True}, "neither a fraction nor a size"),
-    ({"pool": "../../etc", "fraction": "1/4"}, "is not a pool name"),
-    ({"pool": {"$gt": ""}, "fraction": "1/4"}, "is not a pool name"),
-    ({"pool": "gold", "fraction": "1/4"}, "there is no pool 'gold'"),
+    ({"pool": "../../etc", "fraction": "1/4"}, "is not a valid pool name"),
+    ({"pool": {"$gt": ""}, "fraction": "1/4"}, "is not a valid pool name"),
+    ({"pool": "gold", "fraction": "1/4"}, "there is no pool named 'gold'"),
     ({"pool": "default", "fraction": "1/3"}, "offers 1/8, 1/4, 1/2, 3/4, 1"),
     ({"pool": "default", "fraction": "1/4", "memory": "9TiB"}, "the largest device of pool 'default' can give 1 GiB"),
-    ({"pool": "default", "fraction": "1/4", "memory": "-1"}, "is not a size"),
+    ({"pool": "default", "fraction": "1/4", "memory": "-1"}, "is not a valid size"),
     ({"fraction": "none", "pool": "default"}, "leave those out"),
 ]
 
@@ -456,7 +456,7 @@ async def test_a_full_pool_says_how_long_and_what_is_free_and_every_viewer_hears
             for seat in (holder, other):
                 client.release_seat(seat.seat_id)
 
-    waits = [line for line in caplog.messages if "waits for 1/2 GPU of pool default" in line]
+    waits = [line for line in caplog.messages if "is waiting for 1/2 GPU of pool default" in line]
     assert len(waits) == 1, "the hub's log has one line for the wait, however often its reason changes"
     assert "has promised 768 MiB of the 1 GiB" in waits[0]
     assert "number 1 in the queue" in waits[0]
@@ -503,7 +503,7 @@ async def test_without_a_broker_the_page_says_so_and_a_start_is_refused(live: Li
     one.gpu_socket = str(tmp_path / "nobody.sock")
     form = await one.get_options_form()
     assert 'role="alert"' in form
-    assert "the GPU broker does not answer" in form
+    assert "the GPU broker is not responding" in form
     assert 'id="gpu-none" value="none" required' in form
     with pytest.raises(web.HTTPError) as caught:
         await hub_starts(one, pool="default", fraction="1/4")

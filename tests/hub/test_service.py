@@ -115,7 +115,7 @@ def test_a_user_sees_what_is_theirs_and_of_others_only_sizes(scene: Scene) -> No
         name = "lise" if other == "otto" else "otto"
         assert [row["id"] for row in status["kernels"]] == [scene.leases[name]]
         assert [row["owner"] for row in status["seats"]] == [name]
-        assert any("1 of other users with 128 MiB" in row["kernels"] for row in status["devices"])
+        assert any("1 from other users (128 MiB)" in row["kernels"] for row in status["devices"])
         assert all(not row["actions"] for row in [*status["devices"], *status["pools"]])
         assert all("keys" not in row for row in status["pools"])
 

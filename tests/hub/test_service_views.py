@@ -56,7 +56,7 @@ def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
     text = json.dumps(shown)
     for secret in ("bob", "bbbb", "carol", "train", "idle_after"):
         assert secret not in text
-    assert shown["devices"][0]["kernels"] == "1 of yours, 1 of other users with 20 GiB"
+    assert shown["devices"][0]["kernels"] == "1 of yours, 1 from other users (20 GiB)"
     assert "other programs hold 1 GiB" in shown["devices"][0]["note"]
     room = "(room for 4 that filled 1/4 of a GPU, 20 GiB each)"
     assert room not in shown["summary"]
@@ -126,7 +126,7 @@ def test_a_kernel_of_a_machines_user_is_not_that_of_the_hubs_user_of_the_same_na
         ({"busy": True}, "in use", "4 GiB of 20 GiB on the GPU", "GPU 0"),
         ({}, "idle on the GPU", "4 GiB of 20 GiB on the GPU", "GPU 0"),
         ({"pinned_ms": 90_500}, "idle on the GPU, pinned for 1 min", "4 GiB of 20 GiB on the GPU", "GPU 0"),
-        ({"working": True}, "works in the background", "4 GiB of 20 GiB on the GPU", "GPU 0"),
+        ({"working": True}, "working in the background", "4 GiB of 20 GiB on the GPU", "GPU 0"),
         (
             {"state": "suspended", "saved_mib": 4096, "device_ids": [], "reserved_mib": 0},
             "suspended",
@@ -135,7 +135,7 @@ def test_a_kernel_of_a_machines_user_is_not_that_of_the_hubs_user_of_the_same_na
         ),
         (
             {"state": "suspended", "saved_mib": 4096, "device_ids": [], "reserved_mib": 0, "position": 2},
-            "waits, place 2",
+            "waiting, place 2",
             "4 GiB in host memory",
             "host memory",
         ),
@@ -184,7 +184,7 @@ def test_a_devices_state_in_words(fields: dict[str, Any], state: str, action: st
 
 def test_a_broker_that_has_not_answered_yet_is_a_page_with_a_sentence() -> None:
     shown = view_of(Snapshot(), ADA)
-    assert shown["problem"] == "the GPU broker has not answered yet"
+    assert shown["problem"] == "the GPU broker has not responded yet"
     assert (shown["devices"], shown["kernels"], shown["pools"]) == ([], [], [])
 
 

@@ -184,11 +184,11 @@ def test_a_job_in_the_queue_says_why_and_until_when() -> None:
     job = parse_job("12|PENDING|n/a|2026-11-24T18:30:00|Resources\n", "12")
     assert job is not None
     assert waiting_sentence(job, NOW) == (
-        "Job 12 waits in Slurm's queue: no node has enough free (Resources). Slurm expects to start it at 18:30."
+        "Job 12 is waiting in Slurm's queue: no node has enough free resources (Resources). Slurm expects to start it at 18:30."
     )
     job = parse_job("12|PENDING|n/a|N/A|QOSMaxGRESPerUser", "12")
     assert job is not None
-    assert waiting_sentence(job, NOW) == "Job 12 waits in Slurm's queue (QOSMaxGRESPerUser)."
+    assert waiting_sentence(job, NOW) == "Job 12 is waiting in Slurm's queue (QOSMaxGRESPerUser)."
     assert parse_job("13|RUNNING|n1|N/A|None", "12") is None
     with pytest.raises(EngineUnavailableError):
         parse_job("12|RUNNING", "12")

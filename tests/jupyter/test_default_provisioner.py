@@ -77,6 +77,6 @@ def test_a_default_that_makes_no_sense_is_named(
 ) -> None:
     assert places.python
     monkeypatch.setenv("JUPYTER_GPU_DEFAULT_FRACTION", "lots")
-    with pytest.raises(BadRequestError, match="fraction 'lots' is not a fraction"), running_kernel("env"):
+    with pytest.raises(BadRequestError, match="invalid fraction 'lots'"), running_kernel("env"):
         pass
     assert broker.calls == []

@@ -84,5 +84,5 @@ def test_pool_names_that_can_be_folders_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("name", [".hidden", "-x", "a b", "a/b", "ä", "a\n", "a" * 64])
 def test_pool_names_that_cannot_be_folders_are_refused(name: str) -> None:
-    with pytest.raises(BadRequestError, match="is not a pool name"):
+    with pytest.raises(BadRequestError, match="is not a valid pool name"):
         check_pool_name(name)

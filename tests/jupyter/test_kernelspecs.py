@@ -109,8 +109,8 @@ def test_what_is_installed_is_listed_and_removed_wherever_jupyter_looks(places: 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"name": "."}, "not a kernelspec name"),
-        ({"name": ".."}, "not a kernelspec name"),
+        ({"name": "."}, "not a valid kernelspec name"),
+        ({"name": ".."}, "not a valid kernelspec name"),
         ({"display_name": ""}, "cannot be used as"),
         ({"display_name": "  "}, "cannot be used as"),
         ({"display_name": "two\nlines"}, "cannot be used as"),

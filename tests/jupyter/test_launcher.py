@@ -151,7 +151,7 @@ def test_without_room_there_is_one_sentence_and_no_kernel(fresh: World) -> None:
     command = command_of(fresh, name, path)
     done = subprocess.run(command, env=fresh.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("No GPU for this kernel: there is no pool 'default'")
+    assert done.stderr.startswith("No GPU for this kernel: there is no pool named 'default'")
     assert done.stderr.count("\n") == 1
     assert tokens(fresh) == set()
     assert fresh.status().leases == []

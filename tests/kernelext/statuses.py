@@ -103,7 +103,8 @@ COST = Cost(
     lease=[_used(1.5, energy_mj=500_000_000, carbon_mg=48_600)],
     today=[_used(4, energy_mj=1_200_000_000, carbon_mg=116_667)],
     month=[_used(12_345.5, energy_mj=5_000_000_000_000, carbon_mg=486_000_000), _used(2, "USD")],
-    terms="A whole GPU costs 0.80 EUR per hour; the time in which a kernel has memory on a GPU counts, and suspended time costs nothing.",
+    terms="A whole GPU costs 0.80 EUR per hour; the time during which a kernel has memory on a GPU counts, and suspended time costs "
+    "nothing.",
     now_milli=200,
     currency="EUR",
     carbon="350 g CO2 per kWh, as configured",
@@ -135,7 +136,7 @@ UNPRICED = Cost(
     lease=[],
     today=[_used(0.75, "")],
     month=[_used(40, "")],
-    terms="No price is set; the time in which a kernel has memory on a GPU counts, and suspended time costs nothing.",
+    terms="No price is set; the time during which a kernel has memory on a GPU counts, and suspended time costs nothing.",
 )
 
 

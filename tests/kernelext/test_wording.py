@@ -56,7 +56,7 @@ STATUSES: dict[str, LeaseStatus] = {
     "on two devices": changed(LEASE, device_ids=["GPU-0", "GPU-1"], neighbours=[]),
 }
 FORECAST = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
-ROOM = {"reason": "wait.busy-neighbour", "sentence": "20 GiB are needed, 4 GiB are free; 1 kernel is running a cell"}
+ROOM = {"reason": "wait.busy-neighbour", "sentence": "20 GiB is needed, 4 GiB is free; 1 kernel is running a cell"}
 WAITS: dict[str, tuple[float, dict[str, object]]] = {
     "with a place, a forecast and a reason": (0, {**FORECAST, **ROOM, "position": 2}),
     "a turn ends": (3, {**FORECAST, **ROOM, "position": 1, "turn_ms": 28_000}),
@@ -187,7 +187,7 @@ def test_what_the_magics_answer_is_as_it_was_read(kernel: RunningKernel, broker:
     said["%gpu resize 1/2 --later"] = last_shown(kernel, "%gpu resize 1/2 --later", "Its share is")
     said["%gpu suspend"] = last_shown(kernel, "%gpu suspend", "Suspended: ")
     said["%gpu release"] = last_shown(kernel, "%gpu release", "Released: ")
-    broker.fail["suspend"] = ConflictError("host memory is short: 2 GiB are needed, 1 GiB is left")
+    broker.fail["suspend"] = ConflictError("host memory is short: 2 GiB is needed, 1 GiB is left")
     said["%gpu suspend, refused"] = last_shown(kernel, "%gpu suspend", "Not suspended: ")
     broker.fail = {
         "pin": ConflictError("a pin lasts 4 h at most here; given: 5 h"),

@@ -193,7 +193,7 @@ def noticed(page: Page, notebook: Notebook) -> str:
 
 def what_makes_no_sense_or_is_not_signed_in_is_refused(server: Server, kernel_id: str) -> None:
     for action, body, sentence in (
-        ("explode", {}, "there is no action 'explode'; choose one of: expect, pin, suspend, resume, unpin"),
+        ("explode", {}, "there is no action named 'explode'; choose one of: expect, pin, suspend, resume, unpin"),
         ("suspend", {"now": True}, "suspend does not accept 'now'; it accepts: nothing"),
         ("pin", {"minutes": 0}, "minutes is '0'; expected 1 to 10080"),
         ("expect", {"sign": "typing", "code": "1"}, "expect does not accept 'code'; it accepts: sign"),

@@ -99,7 +99,7 @@ def test_a_database_of_another_program_is_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute("CREATE TABLE cookies (x)")
     path.chmod(0o600)
-    _assert_refused_untouched(path, "is a database of another program; choose another state_dir")
+    _assert_refused_untouched(path, "is a database that belongs to another program; choose another state_dir")
 
 
 @pytest.mark.parametrize("other", [0, schema.SCHEMA + 1])

@@ -304,11 +304,11 @@ def test_a_socket_below_anothers_folder_is_refused_before_anything_is_made(
     for detach in (False, True):
         assert run_broker(BrokerOptions(socket=str(ours / "b.sock"), simulate="1x1GiB", detach=detach)) == 1
         said = capsys.readouterr().err
-        assert f"lies below {folder / 'theirs'}, which belongs to another user (uid {NOBODY})" in said
+        assert f"is inside {folder / 'theirs'}, which belongs to another user (uid {NOBODY})" in said
         assert "set JUPYTER_GPU_SOCKET" in said
     assert everything(folder) == before
     if there:
-        with pytest.raises(BrokerUnavailableError, match="lies below"):
+        with pytest.raises(BrokerUnavailableError, match="is inside"):
             ensure_broker(str(ours / "b.sock"))
 
 

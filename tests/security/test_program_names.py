@@ -127,7 +127,7 @@ def test_a_waiting_cell_names_the_programs_as_its_user_may_see_them(live: LiveBr
     live.broker.enforcement.strangers[device] = [replace_uid(PROGRAMS[0], ROOT), *PROGRAMS[1:]]
     mine = "a program of ada" if seat else "train (your process 4711)"
     assert waits(live, seat=seat).endswith(
-        f" are free on the roomiest device; {mine} holds 512 MiB, a program of bob holds 256 MiB, "
+        f" is free on the roomiest device; {mine} holds 512 MiB, a program of bob holds 256 MiB, "
         "a program of unknown holds 128 MiB"
     )
 

@@ -312,7 +312,7 @@ def test_who_asks_too_much_is_told_when_to_ask_again(strict: LiveBroker) -> None
     refused = strict.call("GET", "/v1/status")
     assert (refused.status, refused.error["reason"]) == (429, "too-many-requests")
     assert re.search(
-        r"is sending more requests than the broker handles for one user \(25% .*; try again in \d+ s",
+        r"is sending more requests than the broker accepts from one user \(25% .*; try again in \d+ s",
         refused.error["message"],
     )
     assert strict.call("GET", "/nowhere").status == 429, "routes that are none count, too"

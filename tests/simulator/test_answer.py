@@ -106,7 +106,8 @@ def test_without_a_search_the_sentence_is_about_the_waits(capsys: pytest.Capture
     assert isinstance(shown, dict)
     assert list(shown) == ["sentence"]
     assert re.match(
-        r"12 users on 2 devices of 80 GiB: no GPU cell waited; [\d.]+ % of the sessions waited to begin, 5 % at least [\d.]+ h; ",
+        r"12 users on 2 devices of 80 GiB: no GPU cell waited; [\d.]+ % of the sessions waited to begin, and 5 % waited at least [\d.]+ "
+        r"h; ",
         shown["sentence"],
     )
 

@@ -53,7 +53,7 @@ def test_a_trace_survives_its_files(tmp_path: Path, trace: list[Session]) -> Non
         ("s,u,0,10,1,100\n", "t,u,1,2,1,100,5\n", r"lists cells of session 't', which is not in .*sessions\.csv"),
         ("s,u,10,5,1,100\n", "", r"sessions\.csv, line 2: session 's' closes before it opens"),
         ("s,u,5,10,1,100\n", "s,u,1,2,1,100,5\n", r"session 's' runs a cell before it opens"),
-        ("s,u,0,10,1,100\ns,u,0,10,1,100\n", "", r"line 3: session is 's'; expected an id that no other row has"),
+        ("s,u,0,10,1,100\ns,u,0,10,1,100\n", "", r"line 3: session is 's'; ids must be unique and not empty"),
         ("", "", r"sessions\.csv lists no sessions"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_replay_names_the_first_event_that_is_answered_differently(tmp_path: P
     del lines[at]
     (tmp_path / "run.log").write_text("\n".join(lines) + "\n")
     with pytest.raises(
-        SimulationError, match=r"line \d+: the arbiter now answers \w+ with other effects than recorded"
+        SimulationError, match=r"line \d+: the arbiter now answers \w+ with different effects than recorded"
     ):
         replay(tmp_path / "run.log")
 

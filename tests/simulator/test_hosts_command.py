@@ -80,7 +80,7 @@ def test_all_that_may_take_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPat
     said = "\n".join(f"{what}: {counted}" for what, counted in last.items())
     ways = ["", *(f"{name}, " for name in arguments[1::2])]
     assert all(re.search(rf"(?m)^{way}4 devices: 6 of 6 sessions after \d+ s$", said) for way in ways)
-    assert re.search(r"(?m)^synthetic users: 3 of 3 user-days made up after \d+ s$", said)
+    assert re.search(r"(?m)^synthetic users: 3 of 3 user-days generated after \d+ s$", said)
 
 
 @pytest.mark.parametrize(

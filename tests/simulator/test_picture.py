@@ -95,7 +95,7 @@ def test_the_worst_host_is_shown_where_there_are_several(runs: list[Result]) -> 
 def test_the_first_sentence_has_the_figures_of_the_first_run(runs: list[Result]) -> None:
     result = replace(runs[0], waits=Spread.of([0, 100, 2_620]), out_of_memory=0, lost=0)
     rarely = headline(replace(result, waits=Spread.of([0] * 976 + [13_000] * 24)), ABOUT)
-    assert ": 97.6 % of the GPU cells did not wait, and the others at most 13 s; whole GPUs" in rarely
+    assert ": 97.6 % of the GPU cells did not wait, and the others waited at most 13 s; whole GPUs" in rarely
     said = "50 users on 6 devices of 80 GiB: 95 % of the GPU cells waited at most 2.6 s"
     needed = "whole GPUs for each open session would have taken 41 devices"
     assert headline(result, ABOUT) == f"{said}; {needed}."
@@ -103,7 +103,7 @@ def test_the_first_sentence_has_the_figures_of_the_first_run(runs: list[Result])
     assert headline(replace(result, waits=Spread.of([9_000_000])), ABOUT).startswith(said.replace("2.6 s", "2.5 h"))
     assert ": no GPU cell waited; whole" in headline(replace(result, waits=Spread.of([0, 0])), ABOUT)
     bad = replace(result, out_of_memory=3, lost=2)
-    failures = "3 times a cell found too little memory; 2 sessions could not finish"
+    failures = "a cell ran out of memory 3 times; 2 sessions could not finish"
     assert headline(bad, ABOUT) == f"{said}; {needed}; {failures}."
     none = headline(replace(result, waits=Spread()), replace(ABOUT, users=1, whole_gpus=1))
     assert (

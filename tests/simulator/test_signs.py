@@ -58,13 +58,13 @@ def test_signs_save_waits_and_wasted_bytes_are_counted() -> None:
 
 def test_wrong_options_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, says in (
-        (("--set", "false_signs=30"), "false_signs=30 needs foresight"),
+        (("--set", "false_signs=30"), "false_signs=30 requires foresight"),
         (
             ("--set", "foresight=20s", "--set", "false_signs=95"),
             "Expected `int` <= 90 - at `$.false_signs`",
         ),
         (("--set", "foresight=0s"), "foresight=0s is not valid; use a time above 0, such as 20s"),
-        (("--set", "foresight=soon"), "duration 'soon' is not a duration"),
+        (("--set", "foresight=soon"), "invalid duration 'soon'"),
     ):
         assert main(["simulate", "--users", "1", *arguments]) != 0
         assert says in capsys.readouterr().err

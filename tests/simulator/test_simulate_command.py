@@ -160,15 +160,15 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
     attached = next(number for number, line in enumerate(lines) if '"Attached"' in line)
     log.write_text("".join(lines[:attached] + lines[attached + 1 :]))
     assert main(["simulate", "--set", f"replay={log}"]) == 1
-    assert "with other effects than recorded" in capsys.readouterr().err
+    assert "with different effects than recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         ([], 2, "give the sessions to simulate: either --users N, or --trace SESSIONS CELLS"),
-        (["--set", "sessions=a.csv"], 2, "sessions=a.csv needs cells"),
-        (["--set", "users"], 2, "--set 'users' is not of the form KEY=VALUE, such as several_gpus=0"),
+        (["--set", "sessions=a.csv"], 2, "sessions=a.csv requires cells"),
+        (["--set", "users"], 2, "--set 'users' is not in the form KEY=VALUE, such as several_gpus=0"),
         (
             ["--set", "colour=3"],
             2,
@@ -180,8 +180,8 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
             2,
             "--devices 'many' is not valid; use COUNTxMEMORY such as 8x80GiB",
         ),
-        (["--users", "2", "--devices", "9999x80GiB"], 2, "at most 8192 GPUs in all"),
-        (["--users", "2", "--devices", "2x80kB"], 2, "--devices: memory '80kB' is not a size"),
+        (["--users", "2", "--devices", "9999x80GiB"], 2, "at most 8192 GPUs in total"),
+        (["--users", "2", "--devices", "2x80kB"], 2, "--devices: memory '80kB' is not a valid size"),
         (
             ["--users", "2", "--hosts", "8x80GiB"],
             2,
@@ -189,33 +189,33 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         ),
         (["--users", "2", "--hosts", "2x(8x80GiB),"], 2, "--hosts '2x(8x80GiB),' is not valid"),
         (["--users", "2", "--hosts", "0x(8x80GiB)"], 2, "--hosts '0x(8x80GiB)' is not valid"),
-        (["--users", "2", "--hosts", "999x(16x80GiB)"], 2, "at most 8192 GPUs in all"),
-        (["--users", "2", "--hosts", "2x(2x80kB)"], 2, "--hosts: memory '80kB' is not a size"),
+        (["--users", "2", "--hosts", "999x(16x80GiB)"], 2, "at most 8192 GPUs in total"),
+        (["--users", "2", "--hosts", "2x(2x80kB)"], 2, "--hosts: memory '80kB' is not a valid size"),
         (
             ["--users", "2", "--hosts", "?x(8x80GiB)"],
             2,
-            "without --find-devices is not allowed; give a number of hosts",
+            "requires --find-devices; add it, or give a number of hosts",
         ),
-        (["--users", "2", "--set", "seeds=3"], 2, "seeds=3 needs find_devices"),
+        (["--users", "2", "--set", "seeds=3"], 2, "seeds=3 requires find_devices"),
         (["--from-ledger", "--find-devices", "--set", "seeds=3"], 2, "seeds=3 only applies to synthetic users"),
         (
             ["--users", "2", "--set", "door=slurm-shards", "--set", "meter=true"],
             2,
-            "meter and door=slurm-shards cannot be combined: there is no broker",
+            "meter needs a broker, which door=slurm-shards does not have",
         ),
         (
             ["--users", "2", "--hosts", "2x(8x80GiB)", "--devices", "8x80GiB"],
             2,
             "devices and hosts=2x(8x80GiB) cannot be combined",
         ),
-        (["--users", "2", "--set", "save_speed=0B"], 2, "memory '0B' is not a size"),
+        (["--users", "2", "--set", "save_speed=0B"], 2, "memory '0B' is not a valid size"),
         (["--users", "2", "--set", "save_speed=0"], 2, "Expected text such as 20GiB, got 0 - at `$.save_speed`"),
         (["--users", "2", "--find-devices", "--set", "record=x"], 2, "record and find_devices=true cannot be combined"),
         (["--trace", "absent.csv", "absent.csv"], 1, "absent.csv cannot be read: No such file"),
         (["--users", "2", *ONE_GPU, "--devices", "2x1GiB"], 1, "simulate larger devices with --devices"),
         (["--users", "1", "--picture", "/nonexistent/run.html"], 1, "/nonexistent/run.html cannot be written"),
         (["--users", "1", "--set", "record=/nonexistent/run.log"], 1, "/nonexistent/run.log cannot be written"),
-        (["--users", "2", "--set", "lunch=noon"], 2, "duration 'noon' is not a duration"),
+        (["--users", "2", "--set", "lunch=noon"], 2, "invalid duration 'noon'"),
         (["--users", "2", "--set", "lunch=5h"], 2, "lunch=5h is too long; use at most 4h"),
         (["--users", "2", "--set", "time_zones=25"], 2, "Expected `int` <= 24 - at `$.time_zones`"),
         (["--users", "2", "--set", "door=back"], 2, "Invalid enum value 'back' - at `$.door`"),
@@ -232,7 +232,7 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         ),
         (["--trace", "a.csv", "b.csv", *ONE_GPU], 2, "several_gpus=0 only applies to synthetic users"),
         (["--from-ledger", "--set", "weekends=true"], 2, "weekends=true only applies to synthetic users"),
-        (["--users", "2", "--p95-wait", "5s"], 2, "p95_wait=5s needs find_devices"),
+        (["--users", "2", "--p95-wait", "5s"], 2, "p95_wait=5s requires find_devices"),
         (
             ["--set", "replay=run.log", "--users", "2"],
             2,

@@ -61,8 +61,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         config=True,
         min=0,
         max=2**31 - 2**24,
-        help="""Pods with a share run as this uid plus the user's id in the hub, so that each user has a separate uid at the nodes' brokers.
-        With 0, pods run as the uid of the image or of `uid`, and the brokers cannot tell their users apart by uid.
+        help="""Pods with a share run as this uid plus the user's id in the hub, so that the nodes' brokers see a separate uid for each
+        user. With 0, pods run as the uid of the image or of `uid`, and the brokers cannot tell their users apart by uid.
 
         Example: c.FractionalGPUKubeSpawner.gpu_first_uid = 500000
         """,
@@ -78,8 +78,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_in_profiles: Bool[bool, bool | int] = Bool(
         default_value=False,
         config=True,
-        help="""Whether users choose a GPU with a profile of `profile_list`, whose `kubespawner_override` sets `gpu_profile`. The spawn page
-        then offers no other choice of a GPU.
+        help="""Whether users choose a GPU through a profile in `profile_list` whose `kubespawner_override` sets `gpu_profile`. The spawn
+        page then offers no other way to choose a GPU.
 
         Example: c.FractionalGPUKubeSpawner.gpu_in_profiles = True
         """,
@@ -141,8 +141,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
                 message = str(event.get("message", ""))
                 if f"Insufficient {pods.DOMAIN}/" in message:
                     message = (
-                        f"No node has {self._gpu_words()} free right now. Your server waits in the cluster's queue and starts as soon "
-                        f"as one does ({message})"
+                        f"No node has {self._gpu_words()} free right now. Your server is waiting in the cluster's queue and will "
+                        f"start as soon as one does ({message})"
                     )
                 yield message
 

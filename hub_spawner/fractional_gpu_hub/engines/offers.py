@@ -131,7 +131,7 @@ def _pool(name: str, nodes: list[NodePool], terms: Terms) -> ClusterPoolOffer:
     fractions = sorted({milli for node in nodes for milli in _fractions(node)})
     return ClusterPoolOffer(
         pool=name,
-        why_not="" if up else f"no node starts servers now: {_down(nodes)}",
+        why_not="" if up else f"no node can start servers right now: {_down(nodes)}",
         hours="",
         devices=sum(node.devices for node in up),
         free_mib=capacity_mib * free_milli // total if total else 0,
@@ -166,7 +166,7 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
         f"{devices_of(held)} of {devices_of(total)} GPUs are held, {devices_of(sum(_free(node, terms) for node in up))} are available now",
     ]
     if waiting := sum(node.waiting for node in up):
-        parts.append(f"{plural(waiting, 'kernel')} {'waits' if waiting == 1 else 'wait'} for a GPU")
+        parts.append(f"{plural(waiting, 'kernel')} {'is' if waiting == 1 else 'are'} waiting for a GPU")
     if down := _down(nodes):
         parts.append(down)
     if stale := [node for node in up if terms.is_stale(node)]:
@@ -197,7 +197,7 @@ def _sentence(nodes: list[NodePool], at_once: list[NodePool], terms: Terms) -> s
         best = min(at_once, key=lambda node: (node.wait_p50_ms, node.node))
         return (
             f"starts at once on {len(at_once)} of {plural(len(nodes), 'node')}; a cell then waits {format_duration(best.wait_p50_ms)} "
-            f"for the GPU, in 1 of 20 cases more than {format_duration(best.wait_p95_ms)}"
+            f"for the GPU, and in 1 case in 20 more than {format_duration(best.wait_p95_ms)}"
         )
     if nodes and all(terms.is_stale(node) for node in nodes):
         return "might not start at once: the nodes' figures are out of date"

@@ -60,7 +60,7 @@ _STOP_POLL_S = 0.5
 _RETRY_S = (2.0, 60.0)  # the shortest and longest pause between attempts to cancel a job while Slurm does not answer
 _SCRIPT = """\
 #!/bin/bash
-# Slurm's own variable makes `srun` pass on the listed variables only, and so no PATH.
+# Slurm's own variable makes `srun` pass on only the listed variables, so not PATH.
 unset SLURM_EXPORT_ENV
 {% if path %}export PATH={{path}}
 {% endif %}{{prologue}}
@@ -98,8 +98,8 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     )
     gpu_gres: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The generic resource for shares: one that counts thousandths of a GPU, or `shard`. Default: the one that each pool's
-        nodes publish.
+        help="""The generic resource (GRES) used to request shares: either `shard` or a GRES counted in thousandths of a GPU.
+        Defaults to whichever one each pool's nodes publish.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_gres = "shard"
         """,
@@ -116,7 +116,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     )
     gpu_path: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The job's PATH, if JupyterHub is not in the same place on the nodes as on the hub. Default: the PATH of `environment`.
+        help="""The job's PATH, if JupyterHub is in a different place on the nodes from on the hub. Default: the PATH of `environment`.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_path = "/opt/jupyterhub/bin:/usr/bin:/bin"
         """,
@@ -124,7 +124,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     gpu_stop_wait: Float[float, int | float] = Float(
         60.0,
         config=True,
-        help="""How long a stop waits for the job to end, in seconds (`KillWait` in slurm.conf is 30 by default).
+        help="""How long stopping a server waits for its job to end, in seconds (`KillWait` in slurm.conf is 30 by default).
 
         Example: c.FractionalGPUSlurmSpawner.gpu_stop_wait = 120
         """,
@@ -134,7 +134,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         _SCRIPT,
         config=True,
         help="""The job's script. Its variables are `cmd`, `path`, `homedir` and `username`, quoted for the shell, and the administrator's
-        `req_...` settings, unquoted. The job's requests are arguments of `sbatch`, which override `#SBATCH` lines.
+        `req_...` settings, unquoted. The job's resource requests are passed to `sbatch` as arguments, which override `#SBATCH` lines.
         """,
     )
     startup_poll_interval = Float(
@@ -195,7 +195,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         if not _NAME.fullmatch(name):
             raise spawn_error(
                 f"the user name {name[:80]!r} is not valid on the cluster; expected letters, digits and _.@+-, not starting with a "
-                "hyphen; log in as a user of the cluster",
+                "hyphen; log in as a user who exists on the cluster",
                 reason="user-name",
             )
         return name
@@ -257,7 +257,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         environment = {name: str(value) for name, value in self.get_env().items()}
         words = [*self._gpu_prefix(), *self.gpu_sbatch(environment)]
         await self._gpu_cancel_leftovers()
-        self.log.info("Submitting the job of %s: %s", self._log_name, shlex.join(words))
+        self.log.info("Submitting the job for %s: %s", self._log_name, shlex.join(words))
         self._gpu_begun = True
         # The command itself needs these variables from the hub. `--export` determines the variables of the job.
         own = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
@@ -318,7 +318,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if job is not None and job.runs and job.node:
                 self._gpu_host = await self._gpu_address(job.node)
         except EngineError as error:
-            self.log.warning("Could not read the state of the job of %s: %s", self._log_name, error)
+            self.log.warning("Could not read the state of the job for %s: %s", self._log_name, error)
             return JobStatus.UNKNOWN
         changed = job != self._gpu_job
         self._gpu_job = job if job is not None else JobState(job_id=self.job_id, state="GONE")
@@ -365,7 +365,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         try:
             await cancel(prefix, job_id)
         except EngineUnavailableError as error:
-            self.log.warning("Job %s of %s will be cancelled when Slurm answers: %s", job_id, self._log_name, error)
+            self.log.warning("Job %s for %s will be cancelled once Slurm responds: %s", job_id, self._log_name, error)
             _cancel_later(prefix, job_id, self.log)
 
     async def stop(self, now: bool = False) -> None:
@@ -380,7 +380,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
                 return
             if time.monotonic() > end_s:
                 self.log.warning(
-                    "Job %s of %s has not ended within %g s", self.job_id, self._log_name, self.gpu_stop_wait
+                    "Job %s for %s did not end within %g s", self.job_id, self._log_name, self.gpu_stop_wait
                 )
                 return
             await asyncio.sleep(_STOP_POLL_S)
@@ -404,7 +404,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             job = self._gpu_job
             if job is None:
                 continue
-            sentence = f"Job {job.job_id} runs on {job.node}" if job.runs else waiting_sentence(job, datetime.now())  # noqa: DTZ005
+            sentence = f"Job {job.job_id} started on {job.node}" if job.runs else waiting_sentence(job, datetime.now())  # noqa: DTZ005
             if sentence != said and not job.has_ended:
                 said = sentence
                 yield sentence

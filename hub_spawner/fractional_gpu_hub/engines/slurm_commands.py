@@ -26,18 +26,18 @@ _EXTRA = re.compile(r" Extra=(\S+)")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _AWAY = ("DOWN", "DRAIN", "FAIL", "MAINT", "REBOOT", "NO_RESPOND", "UNKNOWN", "INVAL", "POWERING_DOWN", "FUTURE")
 _REASONS = {
-    "Resources": "no node has enough free",
+    "Resources": "no node has enough free resources",
     "Priority": "jobs with a higher priority come first",
-    "Dependency": "it waits for another job",
-    "BeginTime": "its start time has not come yet",
+    "Dependency": "it is waiting for another job",
+    "BeginTime": "its start time has not been reached",
     "JobHeldUser": "it is on hold; release it with scontrol release",
     "JobHeldAdmin": "an administrator put it on hold",
     "ReqNodeNotAvail": "nodes that it needs are not available",
-    "Reservation": "it waits for its reservation",
+    "Reservation": "it is waiting for its reservation",
     "PartitionDown": "the partition is down",
     "PartitionTimeLimit": "its time limit is longer than the partition's",
     "PartitionNodeLimit": "the partition has too few nodes",
-    "Licenses": "it waits for a licence",
+    "Licenses": "it is waiting for a licence",
     "Prolog": "the node is being prepared",
     "None": "Slurm has not considered it yet",
 }
@@ -160,7 +160,7 @@ def waiting_sentence(job: JobState, now: datetime) -> str:
     code = job.reason.partition(",")[0].strip("()")
     why = _REASONS.get(code, "")
     words = (
-        f"Job {job.job_id} waits in Slurm's queue"
+        f"Job {job.job_id} is waiting in Slurm's queue"
         + (f": {why} ({code})" if why else f" ({code})" if code else "")
         + "."
     )
@@ -172,7 +172,7 @@ def waiting_sentence(job: JobState, now: datetime) -> str:
 
 def ended_sentence(job: JobState | None, job_id: str) -> str:
     if job is None:
-        return f"Slurm job {job_id} is gone: it ended at once, or was cancelled; see its log in your home folder"
+        return f"Slurm job {job_id} is gone: it ended immediately or was cancelled; see its log in your home folder"
     why = {
         "OUT_OF_MEMORY": "it used more host memory than it requested",
         "TIMEOUT": "it reached its time limit",

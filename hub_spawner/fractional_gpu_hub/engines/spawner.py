@@ -44,7 +44,7 @@ class Allocation:
 class EngineGPUMixin(GPUChoiceMixin):
     """A mixin that adds a GPU choice to an engine's spawner. List it before the spawner class, and define `gpu_nodes` and `gpu_prepare`."""
 
-    gpu_no_offers = "You cannot choose a GPU right now: the cluster does not report its GPUs. Try again in a moment."
+    gpu_no_offers = "You cannot choose a GPU right now: the cluster is not reporting its GPUs. Try again in a moment."
 
     gpu_wait: Float[float, int | float] = Float(
         600.0,
@@ -66,7 +66,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_nodes_cache: Float[float, int | float] = Float(
         5.0,
         config=True,
-        help="""How long spawn pages reuse the last reading of the nodes, in seconds.
+        help="""How long spawn pages reuse the last data read from the nodes, in seconds.
 
         Example: c.EngineGPUMixin.gpu_nodes_cache = 15
         """,
@@ -74,7 +74,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_stale_after: Float[float, int | float] = Float(
         float(STALE_S),
         config=True,
-        help="""The age in seconds at which a node's summary is out of date. The spawn page then shows this age and offers no share
+        help="""The age in seconds at which a node's summary counts as out of date. The spawn page then shows this age and offers no share
         of the node.
 
         Example: c.EngineGPUMixin.gpu_stale_after = 300
@@ -148,7 +148,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     def _gpu_offer(self, offers: Offers, pool: str, milli: int) -> int:
         found = next((one for one in offers.pools if one.pool == pool), None)
         if found is None:
-            raise spawn_error(f"there is no pool {pool!r}; available: {on_offer(offers, pool)}", reason="gpu-options")
+            raise spawn_error(f"no such pool: {pool!r}; available: {on_offer(offers, pool)}", reason="gpu-options")
         if found.why_not:
             raise spawn_error(f"pool {pool}: {found.why_not}", reason="no-device", hint=free_fractions(offers))
         for one in found.fractions:
@@ -181,7 +181,7 @@ class EngineGPUMixin(GPUChoiceMixin):
                 async for sentence in sentences:
                     self._gpu_progress.add(min(_MOST, _QUEUED + self._gpu_progress.count), sentence)
         except FractionalGPUError as error:
-            self.log.warning("Could not read the queue of %s: %s", self._log_name, error)
+            self.log.warning("Could not read the queue information for %s: %s", self._log_name, error)
 
     def get_state(self) -> dict[str, Any]:
         state: dict[str, Any] = super().get_state()

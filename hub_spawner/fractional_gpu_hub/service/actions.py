@@ -40,7 +40,7 @@ class Actions:
         known = _ACTIONS[kind].get(action)
         if known is None:
             allowed = ", ".join(_ACTIONS[kind])
-            raise NotFoundError(f"there is no action {action[:40]!r}; choose one of: {allowed}", reason="unknown-route")
+            raise NotFoundError(f"unknown action {action[:40]!r}; choose one of: {allowed}", reason="unknown-route")
         is_refused = known.admin and not viewer.admin
         if is_refused and kind != "leases":
             raise _not_admin()
@@ -66,8 +66,8 @@ class Actions:
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
         if self._running[viewer.name] >= MOST_AT_ONCE or self._running.total() >= _MOST_OF_ALL:
             raise ConflictError(
-                f"too many actions are running: {self._running[viewer.name]} of yours (at most {MOST_AT_ONCE} are allowed), and "
-                f"{self._running.total()} of all users (at most {_MOST_OF_ALL}); wait until one ends",
+                f"too many actions are running: {self._running[viewer.name]} of yours (at most {MOST_AT_ONCE} allowed) and "
+                f"{self._running.total()} across all users (at most {_MOST_OF_ALL} allowed); wait for one to finish",
                 reason="too-many",
             )
         self._running[viewer.name] += 1
@@ -129,7 +129,7 @@ def _evict(client: SeatClient, lease_id: str, asked: EvictRequest) -> Any:  # no
 def _release(client: SeatClient, seat_id: str, asked: _Release) -> Any:  # noqa: ANN401
     if not asked.confirm:
         raise BadRequestError(
-            "releasing a seat takes the GPU away from its server's kernels, which keep their variables; to do so, send confirm = true",
+            "releasing a seat takes the GPU away from its server's kernels, which keep their variables; send confirm = true to go ahead",
             reason="not-confirmed",
         )
     client.release_seat(seat_id)

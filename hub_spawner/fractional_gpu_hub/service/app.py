@@ -131,8 +131,8 @@ _SENTENCES = {
     413: "the request is too large",
     429: "you have too many pages of this kind open: close some",
     500: "the service failed; see its log",
-    502: "the hub does not answer: try again in a moment",
-    503: "the hub does not answer: try again in a moment",
+    502: "the hub is not responding: try again in a moment",
+    503: "the hub is not responding: try again in a moment",
 }
 
 
@@ -324,7 +324,7 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
         return
     site, origin = headers.get("Sec-Fetch-Site", "same-origin"), headers.get("Origin")
     if site not in {"same-origin", "none"} or (origin is not None and urlsplit(origin).netloc != headers.get("Host")):
-        raise web.HTTPError(403, "caused by another site")
+        raise web.HTTPError(403, "sent from another site")
 
 
 def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Actions, static: str) -> list[Any]:

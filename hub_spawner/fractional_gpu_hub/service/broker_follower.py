@@ -36,7 +36,7 @@ class Snapshot:
     status: HostStatus | None = None
     seats: SeatList = field(default_factory=SeatList)
     pools: PoolList = field(default_factory=PoolList)
-    problem: str = "the GPU broker has not answered yet"
+    problem: str = "the GPU broker has not responded yet"
     refused: str = ""  # why seats and pools are out of date
 
 
@@ -84,7 +84,7 @@ class BrokerFollower:
             if self.snapshot.problem:
                 log.warning("could not get the broker's status: %s", self.snapshot.problem)
             else:
-                log.info("the broker answers")
+                log.info("the broker is responding")
         if self.snapshot != before:
             self.changed.set()
             self.changed = asyncio.Event()

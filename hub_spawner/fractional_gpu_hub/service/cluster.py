@@ -51,7 +51,7 @@ class ClusterSnapshot:
     """The last known state of the cluster. `problem` explains why it is out of date, and is empty while it is current."""
 
     cluster: Cluster = field(default_factory=Cluster)
-    problem: str = "the cluster has not answered yet"
+    problem: str = "the cluster has not responded yet"
 
 
 def reader_of(engine: str) -> Callable[[], Awaitable[Cluster]]:
@@ -125,7 +125,7 @@ def _summary(cluster: Cluster, servers: Sequence[ClusterServer], viewer: Viewer,
         plural(len(servers), "server") + ("" if viewer.admin else " of yours"),
     ]
     if cluster.others:
-        parts.append(f"{plural(cluster.others, 'further node')} without an agent")
+        parts.append(f"{plural(cluster.others, 'more node')} without an agent")
     return ", ".join(parts)
 
 

@@ -39,9 +39,9 @@ BY: Final[Mapping[str, str]] = {
     "device": "GPU",
 }
 PRIVACY: Final[Mapping[str, str]] = {
-    "own": "Only you and the GPU administrators see these figures.",
-    "group": "Members of your groups see your totals, but not your notebooks; administrators see all.",
-    "all": "All users see your totals, but not your notebooks; administrators see all.",
+    "own": "Only you and the GPU administrators can see these figures.",
+    "group": "Members of your groups can see your totals, but not your notebooks; administrators can see all of this.",
+    "all": "All users can see your totals, but not your notebooks; administrators can see all of this.",
 }
 _THIS_MONTH: Final = "this-month"
 _OVER: Final = frozenset({"yesterday", "last-month"})
@@ -99,7 +99,7 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
         ) from None
     if until_s - since_s > (_MOST_DAYS[everybody] + 1) * _DAY_S:
         raise BadRequestError(
-            f"the page shows {_MOST_DAYS[everybody]} days at most; choose a shorter period, or use `jupyter gpu report`",
+            f"the page shows at most {_MOST_DAYS[everybody]} days; choose a shorter period, or use `jupyter gpu report`",
             reason="bad-period",
         )
     return PageQuery(since_s=since_s, until_s=until_s, word=word, since=since, until=until, by=by)

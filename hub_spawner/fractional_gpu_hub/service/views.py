@@ -109,7 +109,7 @@ def _kernels_there(there: list[LeaseStatus], viewer: Viewer) -> str:
         parts.append(f"{len(own)} {'' if viewer.admin else 'of yours'}".strip())
     if others:
         held = sum(lease.lease.reserved_mib for lease in there) - sum(lease.lease.reserved_mib for lease in own)
-        parts.append(f"{others} of other users with {format_memory(held)}")
+        parts.append(f"{others} from other users ({format_memory(held)})")
     return ", ".join(parts)
 
 
@@ -169,10 +169,10 @@ def _kernel(lease: LeaseStatus, servers: dict[str, str], names: dict[str, str], 
 
 def _state(lease: LeaseStatus) -> str:
     if lease.position is not None:
-        return f"waits, place {lease.position}"
+        return f"waiting, place {lease.position}"
     if lease.state == "resident":
         words = "in use" if lease.busy else "idle on the GPU"
-        words = "works in the background" if lease.working else words
+        words = "working in the background" if lease.working else words
     else:
         words = state_words(lease.state)
     pinned_s = -(-lease.pinned_ms // 1000)
@@ -246,7 +246,7 @@ def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
             "name": name,
             "fractions": ", ".join(format_fraction(one) for one in milli) or "any",
             "devices": sum(device.pool == name for device in status.devices),
-            "waiting": f"{plural(waiting, 'server')} wait{'s' * (waiting == 1)} for a place" if waiting else "none",
+            "waiting": f"{plural(waiting, 'server')} waiting for a place" if waiting else "none",
             "actions": [],
         }
         if viewer.admin and keys is not None:

@@ -45,8 +45,8 @@ _CALL_AGAIN_S = 1.0  # the pause of a process that cannot call the broker
 OPENED = "opened"  # the grant or a command from the broker opened the gate
 INTERRUPTED = "interrupted"
 FREE = "free"  # the main loop runs again, which ends a wait of `LoopWatch`
-REVIVING = "The GPU broker does not answer; restarting it."
-_CANNOT_ASK = "This kernel cannot request the GPU ({why}). The broker knows that the cell is waiting, and grants it the GPU in turn."
+REVIVING = "The GPU broker is not responding; restarting it."
+_CANNOT_ASK = "This kernel cannot request the GPU ({why}). The broker knows that the cell is waiting, and will grant it the GPU in turn."
 _UNREACHABLE = (
     "This kernel can no longer reach the GPU broker ({why}). Its GPU memory is kept. Fix the cause, or start the cell with %%cpu: it "
     "then runs at once, and its GPU calls wait until the broker has restored the memory."
@@ -307,7 +307,7 @@ class Turns(Acquirer):
 
 BLOCKED = (
     "A task of this notebook is blocking the kernel, perhaps in a GPU call while the kernel is not on the GPU. The kernel is now "
-    "requesting the GPU; cells run when the task lets them."
+    "requesting the GPU; cells can run once the task lets them."
 )
 
 

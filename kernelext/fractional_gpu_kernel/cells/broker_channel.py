@@ -29,7 +29,7 @@ LONGEST_PAUSE_S = 2.0
 SEND_AGAIN_S = 0.2
 SEND_ATTEMPTS = 10  # they take about as long as the broker waits
 UNHEARD = (
-    "This kernel cannot answer the GPU broker ({why}). Nothing is lost: while the kernel is idle, the broker may move its GPU memory "
+    "This kernel cannot respond to the GPU broker ({why}). Nothing is lost: while the kernel is idle, the broker may move its GPU memory "
     "to host memory after a short wait; the next cell gets it back."
 )
 LONGEST_PAUSE_UNKNOWN_S = 30.0  # the broker does not know or refuses this lease, which rarely changes

@@ -147,7 +147,7 @@ class CellGuard:
         try:
             self._kernel.acquirer.wait_for_gpu(None)
         except RefusedError as error:
-            print(f"[gpu] A widget's callback runs without the GPU: {error}", file=sys.stderr)  # noqa: T201 - users read the kernel's stderr
+            print(f"[gpu] A widget's callback is running without the GPU: {error}", file=sys.stderr)  # noqa: T201 - users read the kernel's stderr
         except KeyboardInterrupt:
             print("[gpu] Interrupted: a widget's callback runs without waiting for the GPU.", file=sys.stderr)  # noqa: T201 - as above
 

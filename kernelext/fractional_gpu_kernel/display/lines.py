@@ -126,8 +126,8 @@ _NEXT = {  # by the reason for the wait
     "wait.busy-neighbour": "When a busy kernel finishes its cell{turn}, its memory is saved to host memory, and {next_one} takes its place",
     "wait.user-limit": "It continues when another kernel of yours gives its share back",
     "wait.group-limit": "It continues when another kernel of your group gives its share back",
-    "broker-silent": "The cell continues when the broker answers again",
-    "wait.device-draining": "It continues when the administrator lets kernels onto the device again",
+    "broker-silent": "The cell continues once the broker is responding again",
+    "wait.device-draining": "It continues when the administrator allows kernels on the device again",
 }
 
 
@@ -150,10 +150,10 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     next_one = "this kernel" if progress.position in {None, 1} else "the first kernel in the queue"
     after = f" {_NEXT[progress.reason]}.".format(turn=turn, next_one=next_one) if progress.reason in _NEXT else ""
     slowdown = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
-    does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."
+    does, end = "is waiting for the GPU", "Interrupt the kernel to stop waiting."
     if preempted:
         does = "gave the GPU to another kernel and will get it back"
-        end = "Until then, it waits when it next uses the GPU."
+        end = "If it uses the GPU before then, it will wait."
     return f"This cell {does}{about}: {why}.{after}{slowdown} {end}"
 
 
@@ -183,7 +183,7 @@ def resizing(status: "LeaseStatus") -> str:
     about = "".join(f", {fact}" for fact in (place, left) if fact)
     why = f": {status.sentence.rstrip('.')}" if status.position is not None and status.sentence else ""
     return (
-        f"This kernel waits for its new share{about}{why}. Idle kernels on the same GPU make room. Interrupt the kernel to stop "
+        f"This kernel is waiting for its new share{about}{why}. Idle kernels on the same GPU make room. Interrupt the kernel to stop "
         "waiting."
     )
 

@@ -76,7 +76,7 @@ def moment(at_ms: int, now_ms: int) -> str:
 
 
 _KEPT_BY = {
-    Cap.DRIVER: "the driver refuses more memory to all processes of this kernel",
+    Cap.DRIVER: "the driver enforces it for all of this kernel's processes",
     Cap.FRAMEWORK: "torch, JAX and CuPy respect it; other memory use is checked afterwards",
     Cap.SAMPLE: "not enforced; memory use is checked afterwards",
 }
@@ -102,7 +102,7 @@ class StatusView(View):
         if deadline := lease_deadline(status):
             rows.append(("deadline", deadline))
         if status.lease.unsuspendable_reason:
-            rows.append(("stays", f"it is not suspended: {status.lease.unsuspendable_reason}"))
+            rows.append(("stays", f"it will not be suspended: {status.lease.unsuspendable_reason}"))
         if status.lease.saved_mib:
             rows.append(("saved", f"{format_memory(status.lease.saved_mib)} held in host memory"))
         if (resume := status.lease.resume) is not None:
@@ -202,7 +202,7 @@ class TopView(View):
 
     def _deadline(self) -> list[str]:
         left_ms = self._host.goes_away_in_ms
-        return [] if left_ms is None else [f"This machine is revoked: {host_deadline(left_ms)}."]
+        return [] if left_ms is None else [f"This machine is being revoked: {host_deadline(left_ms)}."]
 
     def _heading(self, device: DeviceStatus) -> str:
         marks = ["simulated"] if self._host.simulated else []
@@ -216,11 +216,11 @@ class TopView(View):
     def _doing(self, lease: LeaseStatus) -> str:
         words = [state_words(lease.state)]
         if lease.working:
-            words.append("works in the background")
+            words.append("working in the background")
         elif lease.busy and lease.lease_id != self._own:  # this kernel is only busy with this command
-            words.append("runs a cell")
+            words.append("running a cell")
         if lease.position is not None:
-            words.append(f"waits at place {lease.position}" + _expected(lease))
+            words.append(f"waiting at place {lease.position} in the queue" + _expected(lease))
         if lease.pinned_ms:
             words.append(f"pinned for {format_rough(lease.pinned_ms)}")
         if lease.goes_away_in_ms is not None:
@@ -234,7 +234,7 @@ class TopView(View):
 
 _LEGEND = "In the bars: used (#), reserved beyond that (+), free (-)."
 _LEGEND_HTML = "In the bars, from the left: used, reserved beyond that, free."
-_NO_DEVICES = "This machine's broker manages no GPU."
+_NO_DEVICES = "This machine's broker manages no GPUs."
 
 
 class StoryView(View):
@@ -266,7 +266,7 @@ class StoryView(View):
 
 def _neighbour(neighbour: Neighbour) -> str:
     name = f" “{neighbour.label}” (yours)" if neighbour.label else ""
-    doing = "runs a cell" if neighbour.busy else state_words(neighbour.state)
+    doing = "running a cell" if neighbour.busy else state_words(neighbour.state)
     if not neighbour.busy and neighbour.state == "resident":
         doing = "idle"
     return f"{format_fraction(neighbour.fraction_milli)} GPU{name}, {format_memory(neighbour.reserved_mib)}, {doing}"

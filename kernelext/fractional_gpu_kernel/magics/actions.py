@@ -222,7 +222,7 @@ class StandingPin:
             except BrokerUnavailableError:
                 pause_s = min(pause_s, _RETRY_S)
             except FractionalGPUError as error:
-                self._notify(f"This kernel's pin is no longer renewed: {error}")
+                self._notify(f"This kernel's pin is no longer being renewed: {error}")
                 return
 
 
@@ -251,7 +251,7 @@ class Actions:
         try:
             status = self._read(lambda client: client.lease(self._settings.lease_id, fresh=True))
         except BrokerUnavailableError as error:
-            without = "is not on the GPU; the next cell starts the broker again"
+            without = "is not on the GPU; the next cell will restart the broker"
             now = "is on the GPU and keeps working" if self._gate.is_open else without
             self._say(f"{error}. This kernel {now}.")
         else:
@@ -278,7 +278,7 @@ class Actions:
     def explain(self, arguments: argparse.Namespace) -> None:
         lines = str(_DEFAULT_LINES) if arguments.lines is None else arguments.lines
         if not (lines.isascii() and lines.isdigit() and 0 < len(lines) < 7 and int(lines)):
-            raise ArgumentsError(f"%gpu explain: --lines {lines[:50]!r} is not a number of lines; expected 1 to 999999")
+            raise ArgumentsError(f"%gpu explain: --lines {lines[:50]!r} is invalid; expected a number from 1 to 999999")
         story = self._read(lambda client: client.story(self._settings.lease_id))
         publish(self._shell, StoryView(story, int(lines)))
 
@@ -361,7 +361,7 @@ class Actions:
             self._pins.stop()
             more = ""
         where = "" if status.state == "resident" else " It takes effect when the kernel is on the GPU: %gpu resume."
-        pinned = f"Pinned for {format_rough(status.pinned_ms)}{more}: this kernel will not be suspended for being idle or for others."
+        pinned = f"Pinned for {format_rough(status.pinned_ms)}{more}: this kernel will not be suspended for being idle or to make room."
         self._say(f"{pinned} %gpu unpin ends it.{where}")
 
     def unpin(self, _: argparse.Namespace) -> None:
@@ -376,7 +376,7 @@ class Actions:
         else:
             request = NoteRequest(note=text)
             status = self._steer(lambda client: client.because_of("`%gpu note`").call(NOTE, request, lease_id))
-        none = "This kernel has no note; %gpu note TEXT writes one."
+        none = "This kernel has no note; %gpu note TEXT adds one."
         self._say(f"This kernel's note: {status.note}" if status.note else none)
 
     def _pin(self, duration_ms: int) -> LeaseStatus:

@@ -54,7 +54,7 @@ class Command(NamedTuple):
 
 def _fraction(*, required: bool) -> Argument:
     return Argument(
-        "fraction", "FRACTION", "share of a GPU: 1/4, 0.25 or 250m; 1 is a whole one", (), "fraction", required
+        "fraction", "FRACTION", "share of a GPU: 1/4, 0.25 or 250m; 1 is a whole GPU", (), "fraction", required
     )
 
 
@@ -76,7 +76,7 @@ COMMANDS = {
         ),
         Command(
             "resize",
-            "give this kernel another share without a restart",
+            "change this kernel's share without restarting it",
             (_fraction(required=False), _MEMORY, _LATER),
             "A larger share waits for room on this GPU; idle neighbours make room. A smaller share must be large enough for the "
             "memory in use. Interrupt the kernel to stop waiting; the share then stays the same.",
@@ -106,7 +106,7 @@ COMMANDS = {
                 Argument("text", "TEXT", 'the note; "" removes it'),
                 Argument("--clear", "", "remove the note"),
             ),
-            "`%gpu` and `jupyter gpu status` show the note as long as the kernel has its share, even after restarts.",
+            "`%gpu` and `jupyter gpu status` show the note for as long as the kernel has its share, even after restarts.",
         ),
         Command("top", "the GPUs of this machine and the kernels on them (other users' without names)"),
         Command(
@@ -137,7 +137,7 @@ BURST = Command(
     "",
     "run this cell with a larger share, and give it back afterwards",
     (_fraction(required=True), _MEMORY),
-    "The cell waits for the share as it does for the GPU. A share that is not larger than the kernel's own has no effect. The share "
+    "The cell waits for the share as it would for the GPU. A share that is not larger than the kernel's own has no effect. The share "
     "is given back even if the cell fails or is interrupted. If the kernel still uses more memory than its own share allows, the "
     "cell says so, and the kernel tries again after each cell.",
 )

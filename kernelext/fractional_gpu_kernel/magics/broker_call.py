@@ -77,7 +77,7 @@ def call_broker(
                     if line is None:
                         raise news
                     line.show(
-                        f"{news}. It continues when the broker answers again. Interrupt the kernel to stop waiting."
+                        f"{news}. It continues once the broker is responding again. Interrupt the kernel to stop waiting."
                     )
                 elif isinstance(news, LeaseStatus) and line is not None:
                     line.show(resizing(news))

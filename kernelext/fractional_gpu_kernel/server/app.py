@@ -190,7 +190,7 @@ class _Advice(_Handler):
 
 def _action(name: str, body: object) -> Action:
     if not isinstance(body, Mapping):
-        raise BadRequestError(f"the body is {type(body).__name__}; expected an object")
+        raise BadRequestError(f"the body is of type {type(body).__name__}; expected an object")
     known = {"pin": ["minutes"], "expect": ["sign"]}.get(name, [])
     for key in body:
         if key not in known:
@@ -212,7 +212,7 @@ def _action(name: str, body: object) -> Action:
         "unpin": BrokerClient.unpin,
     }
     if name not in actions:
-        raise BadRequestError(f"there is no action {name!r}; choose one of: expect, pin, {', '.join(actions)}")
+        raise BadRequestError(f"there is no action named {name!r}; choose one of: expect, pin, {', '.join(actions)}")
     return actions[name]
 
 

@@ -431,7 +431,7 @@ class Broker:
     def _runner_ended(self, kernel: Kernel) -> None:
         """Resume a command, or keep it resident, once its runner (`jupyter gpu run`) has ended, because no other process will resume it."""
         kernel.end_runner()
-        sentence = "`jupyter gpu run` has ended, but its command still runs; the command stays on the GPU until it ends"
+        sentence = "`jupyter gpu run` has ended, but its command is still running and stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
         self.record_line(kernel.lease_id, "runner.ended", sentence)
         # The arbiter may be handling an event, because a starting broker introduces its leases one by one.
@@ -533,7 +533,7 @@ class Broker:
         if identity is None or stopped == bool(kernel.stopped):
             return
         kernel.stopped = stopped_sentence(identity.pid) if stopped else ""
-        sentence = kernel.stopped or f"process {identity.pid} continues"
+        sentence = kernel.stopped or f"process {identity.pid} is running again"
         log.info("lease %s: %s", kernel.lease_id[:8], sentence)
         self.record_line(kernel.lease_id, "process.stopped" if stopped else "process.goes-on", sentence)
         why_not = kernel.stopped or kernel.unsaveable

@@ -62,7 +62,7 @@ def runtime_place() -> Path:
         runtime = Path(jupyter_runtime_dir()).absolute()
     except RuntimeError as error:
         raise BrokerUnavailableError(
-            f"there is no place for the GPU broker's socket: {error} Set HOME, or JUPYTER_RUNTIME_DIR, to a folder of your own"
+            f"there is nowhere to put the GPU broker's socket: {error} Set HOME, or JUPYTER_RUNTIME_DIR, to a folder of your own"
         ) from error
     return runtime / (f"gpu-{node_name()}" if is_network(runtime) else "gpu")
 
@@ -163,7 +163,7 @@ def _check_may_start(path: str) -> None:
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service that is not running; "
             "an administrator must start it (`sudo systemctl enable --now jupyter-gpu`; on Kubernetes, its DaemonSet), or, if "
-            "no broker is wanted any more, remove its unit and folder"
+            "a broker is no longer wanted, remove its unit and folder"
         )
     if os.environ.get(IN_WORKLOAD) == "1":
         return
@@ -171,9 +171,9 @@ def _check_may_start(path: str) -> None:
 
     if name := own_workload(os.environ):
         raise BrokerUnavailableError(
-            f"no GPU broker is running at {path}, and none is started within {name}, because the broker would end when {name} ends, "
-            f"perhaps during a suspend. An administrator must start the node's broker (`jupyter gpu broker --service`), which serves "
-            f"all its jobs and pods, and JUPYTER_GPU_SOCKET must name its socket. If no other job or pod "
+            f"no GPU broker is running at {path}, and none is started inside {name}, because the broker would end when {name} ends, "
+            f"perhaps in the middle of a suspend. An administrator must start the node's broker (`jupyter gpu broker --service`), which "
+            f"serves all its jobs and pods, and JUPYTER_GPU_SOCKET must be set to its socket. If no other job or pod "
             f"uses the GPUs of {name}, set {IN_WORKLOAD}=1 to start a broker in it",
             reason="in-workload",
         )
@@ -339,8 +339,8 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
         # At most one link, since a second name could be in someone else's folder. The count is 0 while the file is being replaced.
         if not ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_nlink > 1:
             raise BrokerUnavailableError(
-                f"{settings} has the command that starts the GPU broker, but another user could have written it. It must be a regular file "
-                "that belongs to you or root and that only its owner can write to. Delete it or fix its mode"
+                f"{settings} contains the command that starts the GPU broker, but another user could have written it. It must be a regular "
+                "file that belongs to you or root and that only its owner can write to. Delete it or fix its permissions"
             )
         text = os.read(descriptor, _LONGEST_SETTINGS)
     finally:
@@ -369,7 +369,7 @@ def check_folder(path: str) -> None:
         link, status = folder.lstat(), folder.stat()
     except OSError as error:
         raise BrokerUnavailableError(
-            f"the folder of the GPU broker's socket, {folder}, cannot be used: {error.strerror}"
+            f"cannot use the folder of the GPU broker's socket, {folder}: {error.strerror}"
         ) from error
     foreign = next((one.st_uid for one in (link, status) if one.st_uid not in {os.geteuid(), 0}), None)
     if foreign is not None:
@@ -405,8 +405,8 @@ def check_above(folder: Path) -> None:
     if (found := foreign_above(folder)) is not None:
         above, uid = found
         raise BrokerUnavailableError(
-            f"the folder of the GPU broker's socket, {folder}, lies below {above}, which belongs to another user (uid {uid}), who could "
-            "put another folder in its place; set JUPYTER_GPU_SOCKET to a path below folders that you or root own"
+            f"the folder of the GPU broker's socket, {folder}, is inside {above}, which belongs to another user (uid {uid}), who could "
+            "replace it; set JUPYTER_GPU_SOCKET to a path in which every folder belongs to you or root"
         )
 
 
@@ -415,7 +415,7 @@ def _make_private(folder: Path) -> None:
         make_private_folder(folder.parent)
         wrong = make_own_folder(folder)
     except OSError as error:
-        wrong = f"cannot be made: {error.strerror}"
+        wrong = f"cannot be created: {error.strerror}"
     if wrong:
         raise BrokerUnavailableError(
             f"the folder {folder} for the GPU broker's socket and tokens {wrong}; remove it, or set JUPYTER_RUNTIME_DIR to a folder that "

@@ -50,16 +50,16 @@ def not_answering(path: str, seconds: float, pid: int | None) -> str:
     except OSError:
         status = ""
     if "\nState:\tT" in status:
-        remedy = f"that process is stopped; `kill -CONT {pid}` continues it"
+        remedy = f"that process is stopped; use `kill -CONT {pid}` to continue it"
     elif "\nState:\tt" in status:
-        remedy = "a debugger holds that process; continue it there"
+        remedy = "a debugger has stopped that process; continue it in the debugger"
     else:
         restart = (
             "an administrator can restart it with `systemctl restart jupyter-gpu`, or on Kubernetes by deleting its pod"
             if is_service_socket(path)
             else f"restart it with `jupyter gpu broker --restart --socket {path}`"
         )
-        remedy = f"the machine may be overloaded, or the broker hangs. If it hangs, {restart}; kernels lose nothing"
+        remedy = f"the machine may be overloaded or the broker stuck. If it is stuck, {restart}; kernels lose nothing"
     who = f"the GPU broker at {path}{f' (process {pid})' if pid is not None else ''}"
     return f"{who} did not answer within {seconds:g} s: {remedy}"
 
@@ -135,14 +135,14 @@ class Connection:
         version, status, *_ = [*self._line().split(None, 2), b"", b""]
         if version != b"HTTP/1.1" or len(status) != 3 or not status.isdigit():
             raise InternalBrokerError(
-                f"the program that answers at {self.path} is not a broker: it does not speak HTTP/1.1"
+                f"the program listening at {self.path} is not a broker: it does not speak HTTP/1.1"
             )
         self.status = int(status)
         total = 0
         while line := self._line().rstrip(b"\r\n"):
             total += len(line)
             if total > MAX_HEADER_BYTES:
-                raise InternalBrokerError(f"the broker's answer has headers of more than {MAX_HEADER_BYTES} bytes")
+                raise InternalBrokerError(f"the broker's answer has more than {MAX_HEADER_BYTES} bytes of headers")
             name, _, value = line.decode("latin-1").partition(":")
             self._headers[name.strip().lower()] = value.strip()
 
@@ -186,7 +186,7 @@ class Connection:
         try:
             size = int(text, base)
         except ValueError:
-            raise InternalBrokerError("the broker's answer has neither a length nor chunks of HTTP/1.1") from None
+            raise InternalBrokerError("the broker's answer has no valid Content-Length or chunks") from None
         _check_size(size)
         return size
 
@@ -299,9 +299,9 @@ def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
         # A full backlog means that a broker runs but accepts no connections. Do not start a second broker.
         reason = "timeout"
         why = (
-            f"the GPU broker at {path} does not accept connections: it is overloaded or stopped. If this lasts, `jupyter gpu broker "
+            f"the GPU broker at {path} is not accepting connections: it is overloaded or stopped. If this lasts, `jupyter gpu broker "
             f"--restart --socket {path}` replaces it; kernels lose nothing"
         )
     else:
-        why = f"the GPU broker at {path} cannot be reached: {error.strerror or error}"
+        why = f"cannot reach the GPU broker at {path}: {error.strerror or error}"
     return BrokerUnavailableError(why, reason=reason)

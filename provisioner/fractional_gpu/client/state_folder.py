@@ -76,7 +76,7 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
             if wrong := make_own_folder(one, or_link=one != _spare_base()):
                 raise _unusable(one, wrong)
     except OSError as error:
-        raise _unusable(folder, f"cannot be made: {error.strerror}") from error
+        raise _unusable(folder, f"cannot be created: {error.strerror}") from error
     return folder
 
 
@@ -177,7 +177,7 @@ def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
         folder.mkdir(mode=0o700)
     link, status = folder.lstat(), folder.stat()
     if not stat.S_ISDIR(status.st_mode) or (stat.S_ISLNK(link.st_mode) and not or_link):
-        return "is a link or not a folder"
+        return "is a symbolic link or not a folder"
     foreign = next((one.st_uid for one in (link, status) if one.st_uid != os.geteuid()), None)
     if foreign is not None:
         return f"belongs to another user (uid {foreign})"

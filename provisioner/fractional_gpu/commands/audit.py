@@ -40,7 +40,7 @@ Only root and the user who runs the broker can read it. docs/audit.md says what 
 
 def configure(parser: Parser) -> None:
     parser.describe("Show what administrators did: who, when, on whose behalf, and the outcome.", EPILOG)
-    parser.argument("--since", "DURATION", "only actions since this long ago, such as 2h")
+    parser.argument("--since", "DURATION", "only actions in the last DURATION, such as 2h")
     parser.flag("--json", "print each action as a line of JSON")
     parser.flag("--follow", "keep printing new actions as they happen")
     parser.argument("--file", "PATH", "the log file to read (default: the broker's)")
@@ -89,7 +89,7 @@ def _path(socket: str | None) -> Path:
     try:
         settings = load()
     except ConfigError as error:
-        raise CommandError(f"{error}; fix this, or say with --file where the log is") from None
+        raise CommandError(f"{error}; fix this, or use --file to say where the log is") from None
     return settings.audit_file or state_folder(where, settings.state_dir) / FILE_NAME
 
 

@@ -39,13 +39,13 @@ examples:
   jupyter gpu broker --stop --json
 
 There is one broker for each machine or user. The first kernel that needs a GPU starts it, except in a Slurm job
-or Kubernetes pod, which would take the broker down when it ends. It exits when it is no longer needed, never while kernels hold or
-wait for a GPU. Ctrl-C, SIGTERM or --stop also stops it. Kernels keep running: resident ones work as before, and suspended ones stay
-suspended until their next cell starts a broker. With --service, an administrator starts and stops it.
+or Kubernetes pod, which would take the broker down when it ends. It exits when it is no longer needed, but never while kernels hold
+or wait for a GPU. Ctrl-C, SIGTERM or --stop also stops it. Kernels keep running: resident ones work as before, and suspended ones
+stay suspended until their next cell starts a broker. With --service, an administrator starts and stops it.
 
---stop and --restart also find a broker that does not answer, and one whose socket was deleted. They send SIGTERM, then SIGKILL
-after 30 s; kernels lose nothing either way. Restart a supervised broker through its supervisor: a system service with systemctl. A hub
-restarts its own broker.
+--stop and --restart also find a broker that is not responding, and one whose socket was deleted. They send SIGTERM, then SIGKILL
+after 30 s; kernels lose nothing either way. Restart a supervised broker through its supervisor: use systemctl for a system service.
+A hub restarts its own broker.
 """
 
 
@@ -57,7 +57,7 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--simulate",
         "COUNTxMEMORY",
-        "simulated GPUs instead of real ones, such as 2x80GiB (default: $JUPYTER_GPU_SIMULATE, else real GPUs)",
+        "use simulated GPUs instead of real ones, such as 2x80GiB (default: $JUPYTER_GPU_SIMULATE, else real GPUs)",
     )
     parser.flag("--detach", "run in the background; exit with 0 once a broker answers on the socket")
     parser.argument(
@@ -286,7 +286,7 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
     finally:
         os.close(descriptor)
     raise CommandError(
-        f"process {pid} was killed but is still running: it hangs in a system call, because of the driver or an unresponsive disk. "
+        f"process {pid} was killed but is still running: it is stuck in a system call, because of the driver or an unresponsive disk. "
         f"Check the kernel log (`dmesg`)"
     )
 
@@ -296,7 +296,7 @@ def _check_configuration(argv: list[str], environment: dict[str, str]) -> None:
     check = ["--check" if one == "--detach" else one for one in argv]
     done = subprocess.run(check, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise CommandError(f"the broker was not stopped, because it could not start again: {done.stderr.strip()}")
+        raise CommandError(f"the broker was not stopped, because it would not start again: {done.stderr.strip()}")
 
 
 def _start(path: str, command: tuple[list[str], dict[str, str]] | None) -> int:

@@ -95,13 +95,13 @@ def _until(text: str) -> int:
         return int(time.time()) + parse_duration_ms(text) // 1000
     except ValueError:
         raise UsageError(
-            f"--until {text[:60]!r} is not a time; give a date or time such as 2026-12-24 or 2026-12-24T18:00, or a duration such as 7d"
+            f"--until {text[:60]!r} is not valid; give a date or time such as 2026-12-24 or 2026-12-24T18:00, or a duration such as 7d"
         ) from None
 
 
 def _listed(budgets: list[BudgetStatus]) -> "list[Text]":
     if not budgets:
-        return [line("no budget applies, or nothing has been spent yet (c.GPUBroker.budgets sets budgets)")]
+        return [line("no budget applies, or nothing has been spent yet (set budgets with c.GPUBroker.budgets)")]
     lines = []
     names = budget_names(budgets)
     for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.account, one.text)):

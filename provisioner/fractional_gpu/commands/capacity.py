@@ -13,8 +13,8 @@ examples:
   jupyter gpu capacity                  for each pool: held and available shares, and how long cells would wait
   jupyter gpu capacity --json           the same as JSON: the fields of GET /v1/capacity
 
-A share is available if the forecast wait stays within the pool's wait_bound for every size that the pool offers. In JSON, shares are in
-thousandths of a GPU. The node agents of Slurm and Kubernetes read the same figures.
+A share is available if the forecast waiting time stays within the pool's wait_bound for every size that the pool offers. In JSON,
+shares are in thousandths of a GPU. The node agents of Slurm and Kubernetes read the same figures.
 """
 
 
@@ -45,5 +45,5 @@ def _pool(pool: PoolCapacity) -> str:
     return (
         f"pool {pool.name}: {plural(len(pool.devices), 'GPU')}, {format_gpus(pool.held_milli)} held, "
         f"{format_gpus(pool.admissible_milli)} available now; with one more seat of {format_fraction(pool.fraction_milli)} GPU, "
-        f"95 % of the cells {wait}{queue}"
+        f"95 % of cells would {wait}{queue}"
     )

@@ -23,11 +23,11 @@ from fractional_gpu.protocol.messages import LeaseRequest
 _PIDS: Final = range(1, 1 << 22)
 _EPILOG: Final = """\
 examples:
-  jupyter gpu lease --memory 9GiB --ttl 10m          print the claim's id, its GPU and its end
+  jupyter gpu lease --memory 9GiB --ttl 10m          print the claim's id, its GPU and when it ends
   jupyter gpu lease --memory 9GiB -- ollama serve    the claim ends with the program, or when its time is up
 
 `jupyter gpu pin` changes when a claim ends, and `jupyter gpu release` ends it. A claim cannot be suspended. Your programs on its GPU
-that belong to no kernel count against it; start them after it. Memory that they still use when it ends counts as other programs' memory.
+that belong to no kernel count against it; start them afterwards. Memory that they still use when it ends counts as other programs' memory.
 With a program, the exit status is the program's. Without one, it is 75 if there was no room in time.
 """
 
@@ -35,8 +35,8 @@ With a program, the exit status is the program's. Without one, it is 75 if there
 def configure(parser: Parser) -> None:
     parser.describe("Reserve GPU memory for a program that Jupyter does not start, such as a model server.", _EPILOG)
     parser.argument("--memory", "SIZE", "device memory, for example 9GiB")
-    parser.argument("--ttl", "DURATION", "how long it lasts (default: as long as the pool allows)", by=DURATIONS)
-    parser.argument("--holder", "PID", "the claim ends with this process, which must be yours")
+    parser.argument("--ttl", "DURATION", "how long the claim lasts (default: as long as the pool allows)", by=DURATIONS)
+    parser.argument("--holder", "PID", "end the claim when this process ends; it must be yours")
     parser.flag("--json", "print the claim as JSON")
     add_program(parser)
 

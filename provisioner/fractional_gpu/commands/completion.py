@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
     shell = options.shell or Path(os.environ.get("SHELL", "")).name
     if shell not in SHELLS:
-        raise UsageError(f"name a shell: {', '.join(SHELLS)} ($SHELL is {os.environ.get('SHELL') or 'not set'})")
+        raise UsageError(f"choose a shell: {', '.join(SHELLS)} ($SHELL is {os.environ.get('SHELL') or 'not set'})")
     sys.stdout.write(shellcode(_COMMANDS, shell=shell))
     return 0
 

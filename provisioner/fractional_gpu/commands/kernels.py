@@ -47,7 +47,7 @@ examples:
   jupyter gpu kernels install --simulate 1x2GiB --user
   jupyter gpu kernels install --launcher --user              for VS Code and others that ignore kernel provisioners
 
-Without --fraction, this asks the broker (and starts one if necessary) what its pools offer, and removes installed kernels that no pool
+Without --fraction, this asks the broker (starting one if necessary) what its pools offer, and removes installed kernels that no pool
 offers any more. With --fraction it needs no broker, for instance in the build of a container image.
 """
 REMOVE_EPILOG = """\
@@ -66,8 +66,8 @@ def configure(parser: Parser) -> None:
     adding.argument("--pool", None, "only this pool (default: every pool; with --fraction: default)", by=POOLS)
     adding.argument("--fraction", "F", "only these fractions, such as 1/4, 0.25 or 250m", by=FRACTIONS, nargs="+")
     adding.argument("--base", None, "the kernelspec to copy (default: python3)", default="python3")
-    adding.argument("--name", None, "the kernelspec's name (with one fraction only)")
-    adding.argument("--display-name", "TEXT", "the name in the launcher (with one fraction only)")
+    adding.argument("--name", None, "the kernelspec's name (only with a single fraction)")
+    adding.argument("--display-name", "TEXT", "the name in the launcher (only with a single fraction)")
     adding.argument("--simulate", "COUNTxMEMORY", "start the kernels' broker with simulated GPUs")
     adding.flag(
         "--launcher",
@@ -131,14 +131,14 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _said_of(spec: InstalledSpec) -> Iterator[str]:
-    without = "" if spec.gated else "  (without our extension: it holds its share from the start)"
+    without = "" if spec.gated else "  (without our extension, so it holds its share from the start)"
     yield f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}"
     if spec.obstacle:
         yield f"note: {spec.obstacle}"
     if spec.shadowed_by is not None:
         yield (
-            f"note: Jupyter does not show it, because it finds {spec.shadowed_by} with the same name first; remove that one, or choose "
-            f"another --name"
+            f"note: Jupyter does not show it, because it finds {spec.shadowed_by} first, which has the same name; remove that one, or "
+            f"choose another --name"
         )
 
 
@@ -189,7 +189,7 @@ def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, 
     if pool is None:
         return status.pools, status
     if pool not in status.pools:
-        raise CommandError(f"there is no pool {pool!r}; the broker has {', '.join(status.pools) or 'none'}")
+        raise CommandError(f"there is no pool named {pool!r}; the broker has {', '.join(status.pools) or 'none'}")
     return {pool: status.pools[pool]}, status
 
 

@@ -69,7 +69,7 @@ def _locate(simulate: str | None) -> tuple[Path, str]:
     socket = str(folder / "broker.sock")
     if len(os.fsencode(socket)) > LONGEST_SOCKET:
         raise CommandError(
-            f"{socket} is too long for a socket's path; set JUPYTER_RUNTIME_DIR to a folder with a shorter one"
+            f"{socket} is too long for a socket path; set JUPYTER_RUNTIME_DIR to a folder with a shorter path"
         )
     return folder / "lab", socket
 

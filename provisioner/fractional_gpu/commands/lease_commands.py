@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
-_DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
+_DEVICE_HELP: Final = "a GPU's number, its id, or the beginning of its id (see `jupyter gpu status`)"
 _NO_DEVICES: Final = f"and without one, no GPU can be drained or put back into use; {RUN_ONE}"
 
 
@@ -69,8 +69,8 @@ def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
         return found[0]
     if found:
         raise CommandError(f"{name!r} matches {_listed(found)}; give a longer part of the id")
-    there_are = f"there are {_listed(leases)}" if leases else "there are none"
-    raise CommandError(f"there is no lease {name!r}; {there_are}")
+    there_are = f"the leases are {_listed(leases)}" if leases else "there are no leases"
+    raise CommandError(f"no lease matches {name!r}; {there_are}")
 
 
 def _listed(leases: Sequence[LeaseStatus]) -> str:
@@ -203,8 +203,8 @@ class DeviceCommand(Generic[Request]):
     def run(self, options: argparse.Namespace) -> int:
         request = self.request(options)
         if (options.device is None) != options.all or options.device == "":
-            given = f"{options.device!r} and --all" if options.all else "no GPU"
-            raise UsageError(f"{given} was given; name one GPU, for example 0, or use --all")
+            given = f"{options.device!r} and --all were" if options.all else "no GPU was"
+            raise UsageError(f"{given} given; name one GPU, for example 0, or use --all")
         with running_broker(options.socket, without=_NO_DEVICES) as client:
             names = [one.device_id for one in client.status().devices] if options.all else [options.device]
             devices = [self.call(client, name, request) for name in names]
@@ -221,7 +221,7 @@ _POLL_S: Final = 0.5
 def _find_claim(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     lease = find_lease(name, leases)
     if lease.kind != CLAIM:
-        raise CommandError(f"{lease_name(lease)} is a {lease.kind}, not a claim of `jupyter gpu lease`")
+        raise CommandError(f"{lease_name(lease)} is a {lease.kind}, not a claim made with `jupyter gpu lease`")
     return lease
 
 
@@ -283,7 +283,7 @@ def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | Non
     lines += table((), happened, indent="", width=width)
     now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
-        now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
+        now += f"; waiting at position {lease.position}: {lease.sentence}{expected_wait(lease)}"
     slowed = [f"slowed down: {story.slowdown.sentence}"] if story.slowdown.sentence else []
     return [*lines, *fitted([now, *slowed], width)]
 
@@ -336,7 +336,7 @@ _Drain = tuple[DrainRequest, int | None]
 def _add_drain_arguments(parser: Parser) -> None:
     parser.flag("--evict-busy", "do not wait for running cells")
     parser.argument("--deadline", "DURATION", "the time until the GPU goes away, for example 2m", by=DURATIONS)
-    parser.argument("--wait", "DURATION", "wait up to this long until the GPU is empty")
+    parser.argument("--wait", "DURATION", "wait up to this long for the GPU to become empty")
 
 
 def _drain_request(options: argparse.Namespace) -> _Drain:
@@ -446,7 +446,7 @@ A pool limits how long a pin may last, and each user's pinned time per day. `jup
         success=_say_pinned,
     ),
     "release": LeaseCommand(
-        description="End a claim of `jupyter gpu lease`. Programs that use its room continue.",
+        description="End a claim made with `jupyter gpu lease`. Programs that use its memory keep running.",
         epilog="""\
 examples:
   jupyter gpu release 3f2a              the rest of its time goes back to your budget
@@ -462,7 +462,7 @@ examples:
 examples:
   jupyter gpu unpin 3f2a                the kernel can be suspended again when idle
 
-The rest of the pin goes back to your budget. It is no error if the kernel is not pinned.
+The rest of the pin goes back to your budget. It is not an error if the kernel is not pinned.
 """,
         doing="unpinning",
         call=lambda client, lease_id, _: client.because_of("`jupyter gpu unpin`").unpin(lease_id),
@@ -503,7 +503,7 @@ examples:
         epilog="""\
 examples:
   jupyter gpu drain 0                   GPU 0 accepts no new kernels; idle ones leave now, busy ones after their cell
-  jupyter gpu drain 0 --evict-busy      busy ones leave at once, in mid-cell; the cell continues elsewhere or later
+  jupyter gpu drain 0 --evict-busy      busy ones leave at once, in the middle of a cell, which continues elsewhere or later
   jupyter gpu drain 0 --wait 10m        wait until no kernel is left; exit code 1 if one is after ten minutes
   jupyter gpu drain 0 --deadline 2m     the GPU goes away in two minutes: the most valuable kernels are saved first, and the
                                         users of the others are told at once
@@ -526,7 +526,7 @@ examples:
   jupyter gpu undrain 0                 GPU 0 accepts kernels again
   jupyter gpu undrain --all             all GPUs do
 
-It is no error if the GPU is not drained. For administrators.
+It is not an error if the GPU is not drained. For administrators.
 """,
         call=lambda client, device, _: client.undrain(device),
         success=lambda device: f"GPU {device.index} ({device.name}): in use again",
@@ -538,7 +538,7 @@ examples:
   jupyter gpu move 3f2a                 to any other GPU of its pool that has room
   jupyter gpu move 3f2a --to 1          to GPU 1 (a number, an id or the beginning of one)
 
-The kernel keeps every variable: its state goes through host memory. A kernel that runs a cell is not moved. A pin ends.
+The kernel keeps every variable: its state goes through host memory. A kernel that is running a cell is not moved. Moving it ends its pin.
 """,
         arguments=lambda parser: parser.argument(
             "--to", "DEVICE", "the GPU (default: chosen from the pool as for a new kernel)"
@@ -572,7 +572,7 @@ Its notebook shows that the kernel died. A Jupyter server may start a new one, w
 examples:
   jupyter gpu status                    lists them: "its kernel has ended, but GPU memory is still held by process 4242 ..."
   jupyter gpu end 3f2a                  end everything that this lease's kernel left behind
-  jupyter gpu end 4242                  the same, named by one of the processes
+  jupyter gpu end 4242                  the same, naming one of the processes
 
   jupyter gpu end 3f2a                  on a hub: end one of your kernels whose server has ended
 

@@ -60,7 +60,7 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
             f"them"
         ) from None
     except OSError as error:
-        raise CommandError(f"{what} {path} cannot be read: {error.strerror or error}{advice}") from None
+        raise CommandError(f"cannot read {what} {path}: {error.strerror or error}{advice}") from None
 
 
 def growing_lines(path: Path, finished: Iterable[Path]) -> Generator[bytes | None, None, None]:
@@ -130,7 +130,7 @@ def configure(parser: Parser) -> None:
     )
     parser.flag("--follow", "keep printing new entries as they are written")
     parser.argument("--lines", "N", f"the last N entries, or `{_ALL}` (default: {_LINES})", default=str(_LINES))
-    parser.argument("--since", "DURATION", "only entries since this long ago, such as 2h")
+    parser.argument("--since", "DURATION", "only entries in the last DURATION, such as 2h")
     parser.argument("--level", None, "only entries of this level or above", choices=LEVELS, default=LEVELS[0])
     parser.flag("--json", "print each entry as a line of JSON")
     parser.add_socket()
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
             there = deque(filter(wanted, told(entries)), maxlen=last)
         if not finished and not path.exists():
             raise CommandError(
-                f"there is no log {path}: no broker has run here, or it logs to a terminal, or it is a systemd service; "
+                f"there is no log at {path}: no broker has run here, or it logs to a terminal, or it is a systemd service; "
                 "read a service's log with `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
             )
         _print(there, as_json=options.json)

@@ -26,7 +26,7 @@ examples:
   jupyter gpu pool default 'user_limits={"leases": 2}' 'hours=Mon-Fri 08:00-18:00'
   jupyter gpu pool default price=null                  values are JSON; anything else is text
 
-A change applies at once, also to running kernels, until the broker restarts. To keep it, add it to the broker's configuration
+A change applies at once, even to running kernels, and lasts until the broker restarts. To keep it, add it to the broker's configuration
 (`jupyter gpu broker --generate-config` explains every key). Existing leases and seats keep their size. For administrators.
 """
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         if pools and keys:
             pools = [client.change_pool(options.pool, keys)]
     if not pools:
-        raise UsageError(f"there is no pool {options.pool!r}; `jupyter gpu pool` lists them")
+        raise UsageError(f"there is no pool named {options.pool!r}; `jupyter gpu pool` lists the pools")
     answer(options, {"pools": pools}, lambda width: _said(pools, width))
     return 0
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 def parse_change(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise UsageError(f"{text!r} is not of the form KEY=VALUE, such as idle_after=2m")
+        raise UsageError(f"{text!r} is not in the form KEY=VALUE, such as idle_after=2m")
     try:
         return key, json.loads(value)
     except ValueError:

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _ONLY = ("user", "group", "pool", "device")
-_WITHOUT_BROKER = f"and only a running broker has the figures; {RUN_ONE}, or name a file of metered rows with --from"
+_WITHOUT_BROKER = f"and only a running broker has the figures; {RUN_ONE}, or give a file of metered rows with --from"
 _MEANING = (
-    "Hours are GPU hours: a whole GPU for an hour, or half of one for two. busy %: share of the hours held. "
+    "Hours are GPU hours: a whole GPU for an hour, or half of one for two. busy % is the share of the hours held that was busy. "
     "docs/costs.md explains each figure; --html and --json have all of them."
 )
 EPILOG = """\
 examples:
-  jupyter gpu report                                    your use this month; for administrators, everyone's
+  jupyter gpu report                                    your usage this month; for administrators, everyone's
   jupyter gpu report --by notebook --since 7d           what each of your notebooks used in the last seven days
   jupyter gpu report --by group,pool --since last-month --until last-month
   jupyter gpu report --by day --html --output use.html  a page with charts
@@ -61,7 +61,7 @@ examples:
   jupyter gpu report --from usage.json                  a simulated week (from `jupyter gpu simulate --set usage=usage.json`)
 
 A word or a date stands for the whole period: --until yesterday includes yesterday. An hour counts if it begins within the period. The
-broker's `usage_visible` sets what users see of others; they never see the names of others' notebooks.
+broker's `usage_visible` sets what users see of others' usage; they never see the names of others' notebooks.
 """
 
 
@@ -106,16 +106,14 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--account",
         None,
-        "only hub users, or only users of the machine; the same name may exist in both (default: both)",
+        "only hub users, or only users of the machine; the same name can exist in both (default: both)",
         choices=ACCOUNTS,
     )
     parser.argument("--group", None, "only users of this group")
     parser.argument("--pool", None, "only this pool", by=POOLS)
     parser.argument("--device", None, "only this device: its number, its id, or the beginning of its id", by=DEVICES)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--csv", action="store_true", help="print rows for chargeback systems, in the format of FOCUS 1.2"
-    )
+    form.add_argument("--csv", action="store_true", help="print rows for chargeback systems, in FOCUS 1.2 format")
     form.add_argument("--json", action="store_true", help="print all figures as JSON, with units")
     form.add_argument("--html", action="store_true", help="print an HTML page with tables and charts")
     parser.argument("--output", "FILE", "write the report to this file", type=Path)
@@ -150,7 +148,7 @@ def _ask(options: argparse.Namespace) -> _Ask:
     by = tuple(part.strip() for part in options.by.split(","))
     if not set(by) <= set(USAGE_BY) or len(set(by)) < len(by):
         raise UsageError(
-            f"--by must list each of {', '.join(USAGE_BY)} at most once, separated by commas, not {options.by[:60]!r}"
+            f"invalid value for --by: {options.by[:60]!r}; choose from {', '.join(USAGE_BY)}, each at most once, separated by commas"
         )
     only: dict[str, str | int] = {name: value for name in _ONLY if (value := getattr(options, name)) is not None}
     if empty := [name for name, value in only.items() if not value]:
@@ -188,14 +186,14 @@ def _device(devices: Mapping[str, str], word: str) -> str:
     found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
     found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:
-        raise CommandError(f"--device {word[:60]!r} matches {', '.join(found)}; name one of them")
+        raise CommandError(f"--device {word[:60]!r} matches {', '.join(found)}; choose one of them")
     return found[0] if found else word
 
 
 def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
     if options.socket is not None:
         raise UsageError(
-            "--from and --socket cannot be combined: --from reads a file and asks no broker; leave one of them out"
+            "--from and --socket cannot be combined: --from reads a file and does not ask a broker; leave one of them out"
         )
     path: Path = options.rows
     try:

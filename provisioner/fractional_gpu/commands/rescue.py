@@ -20,7 +20,7 @@ examples:
   jupyter gpu rescue --json
 
 This briefly takes the broker's place: if a broker is running, use `jupyter gpu resume --all` instead. Kernels that do not fit on their
-device stay saved; shut others down and run this again. Kernels whose records were lost with the broker's files get new ones.
+device stay saved; shut others down and run this again. Kernels whose records were lost with the broker's files get new records.
 
 Cells still wait for a broker. Start a cell with %%cpu to run it anyway, and save what you need from there.
 """
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
         socket = options.socket or socket_path()
         if pids := kernels_of(socket):
             raise CommandError(
-                f"no GPU was found: {why}. The saved state of {plural(len(pids), 'kernel')} needs a device. Get the driver working "
-                f"again (`jupyter gpu doctor` helps), do not end those processes, then run this again"
+                f"no GPU was found: {why}. The saved state of {plural(len(pids), 'kernel')} needs a device. Do not end these kernels' "
+                "processes. Get the driver working again (`jupyter gpu doctor` helps), then run this again"
             )
         return Rescue(ledger="", problem="", kernels=[])
 

@@ -42,7 +42,7 @@ def configure(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     if (options.action == "release") is not (options.seat is not None):
         raise UsageError(
-            "name a seat to release: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
+            "say which seat to release: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
         )
     with running_broker(options.socket) as running, SeatClient(running.socket_path) as client:
         listing = client.seats()
@@ -64,7 +64,7 @@ def find_seat(word: str, seats: Sequence[SeatStatus]) -> SeatStatus:
         return found[0]
     if not found:
         there = ", ".join(_name(seat) for seat in seats) or "none"
-        raise CommandError(f"there is no seat {word!r}; seats: {there} (`jupyter gpu seats` lists them)")
+        raise CommandError(f"there is no seat {word!r}; existing seats: {there} (`jupyter gpu seats` lists them)")
     ids = ", ".join(seat.seat_id for seat in found)
     raise CommandError(f"{word!r} matches {len(found)} seats; give the id of one: {ids}")
 
@@ -85,7 +85,7 @@ def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int], width: int | N
             rows.append(("", (seat.warning, Style.ATTENTION)))
     lines = table((), rows, indent="", width=width)
     for pool, count in waiting.items():
-        lines.append(line(f"pool {pool}: {count} server{'s wait' if count > 1 else ' waits'} for a seat"))
+        lines.append(line(f"pool {pool}: {count} server{'s are' if count > 1 else ' is'} waiting for a seat"))
     return lines or [line("no server has a seat")]
 
 

@@ -55,20 +55,20 @@ examples:
   sudo jupyter gpu setup-machine --pool 'big={"devices": [0]}' --pool 'default={"idle_after": "5m"}'
   sudo jupyter gpu setup-machine --undo
 
-A second run changes nothing, or finishes the first. Without --share, --pool and --admins, an existing configuration stays.
+Running this again changes nothing, or completes an unfinished run. Without --share, --pool and --admins, an existing configuration is kept.
 """
 
 
 def configure(parser: Parser) -> None:
     parser.describe("Set up a workstation that several people share: broker, environment, pools, kernels.", EPILOG)
-    parser.flag("--dry-run", "print every file and command, and change nothing")
-    parser.flag("--undo", "remove what this command made; usage records and files that you changed stay")
-    text = "a share on offer (repeatable; default: by the GPUs' memory)"
+    parser.flag("--dry-run", "print every file and command without changing anything")
+    parser.flag("--undo", "remove what this command created; usage records and files that you changed are kept")
+    text = "a share to offer (repeatable; default: depends on the GPUs' memory)"
     parser.argument("--share", "FRACTION", text, by=FRACTIONS, action="append", default=[])
     text = "a pool and its keys as JSON (repeatable; default: default={})"
     parser.argument("--pool", "NAME={...}", text, action="append", default=[])
-    parser.argument("--admins", "GROUP", "the group of administrators, made if missing (default: gpu-admin)")
-    parser.argument("--root", "DIR", "set up an image in this folder; runs no commands", type=Path, default=_ROOT)
+    parser.argument("--admins", "GROUP", "the administrators' group, created if missing (default: gpu-admin)")
+    parser.argument("--root", "DIR", "set up an image in this folder; no commands are run", type=Path, default=_ROOT)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -96,12 +96,12 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.root, self.is_here = root, root == _ROOT
         if not (etc := self.real(RECORD).parent).is_dir():
-            raise CommandError(f"{etc} is missing: create it, or name the root folder of an image with --root")
+            raise CommandError(f"{etc} is missing: create it, or give the root folder of an image with --root")
         saved = self.read(RECORD)
         try:
             self.record = Record() if saved is None else msgspec.json.decode(saved, type=Record)
         except msgspec.DecodeError as error:
-            advice = "restore it, or remove it and what setup-machine made"
+            advice = "restore it, or remove it and everything that setup-machine created"
             raise CommandError(f"{self.real(RECORD)} is damaged ({error}): {advice}") from None
 
     def real(self, path: Path) -> Path:
@@ -111,9 +111,9 @@ class Machine:
         """Raise CommandError if the path leads outside the root, or if an ordinary user could replace it."""
         real = self.real(path)
         if not Path(os.path.realpath(real.parent)).is_relative_to(os.path.realpath(self.root)):
-            raise CommandError(f"{real.parent} leads out of {self.root}: remove that link")
+            raise CommandError(f"{real.parent} leads outside {self.root}: remove that link")
         if foreign := foreign_above(real):
-            raise CommandError(f"{foreign[0]} belongs to user id {foreign[1]}, who could replace {real}")
+            raise CommandError(f"{foreign[0]} belongs to another user (uid {foreign[1]}), who could replace {real}")
         for folder in filter(Path.exists, real.parents):
             if folder.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
                 raise CommandError(
@@ -182,7 +182,7 @@ def _run(words: tuple[str, ...]) -> None:
     try:
         subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise CommandError(f"{error}; fix that and run this again, or --undo") from None
+        raise CommandError(f"{error}; fix that and run this again, or use --undo") from None
 
 
 def _set_up(options: argparse.Namespace, machine: Machine) -> int:
@@ -194,7 +194,7 @@ def _set_up(options: argparse.Namespace, machine: Machine) -> int:
     files, strange = machine.plan(wanted)
     if strange:
         raise CommandError(
-            f"nothing was changed: this command did not write {', '.join(map(str, strange))}; move it away"
+            f"nothing was changed; first move away what this command did not write: {', '.join(map(str, strange))}"
         )
     if (group := settings.admin_group) and not machine.has_group(group):
         steps.append(machine.command("groupadd", "--system", group))
@@ -254,7 +254,7 @@ def _installing(machine: Machine) -> Iterator[list[str]]:
         raise CommandError(f"{real} has no jupyter-fractional-gpu {__version__}: install it, or move the folder away")
     # All users can run the system's Python, but only root can change it.
     if (python := max(Path("/usr/bin").glob("python3.1[1-9]"), default=None)) is None:
-        raise CommandError("/usr/bin has no Python 3.11 or newer: install it")
+        raise CommandError("/usr/bin has no Python 3.11 or newer: install one")
     machine.record.made_environment = True
     yield [str(python), "-I", "-m", "venv", str(_ENVIRONMENT)]
     yield [str(program), "-I", "-m", "pip", "install", "--quiet", requirement("lab,cuda")]
@@ -278,11 +278,9 @@ def _pools(options: argparse.Namespace) -> dict[str, Any]:
     sizes: list[int] = []
     with suppress(GPUError), closing(open_monitor(NVIDIA)) as monitor:
         sizes = [device.memory_mib for device in monitor.devices()]
-    guess = (
-        "; a guess until there is a GPU (`jupyter-gpu doctor` says why there is none): then undo this and run it again"
-    )
+    guess = "; this is a guess: once there is a GPU (`jupyter-gpu doctor` says why there is none), undo this and run it again"
     shares, most = options.share or propose_shares(sizes), max(1, len(sizes) // 2)
-    said = f"shares {', '.join(shares)}; a user holds at most {plural(most, 'GPU')} at a time"
+    said = f"shares {', '.join(shares)}; each user can hold at most {plural(most, 'GPU')} at a time"
     say(f"{plural(len(sizes), 'GPU')}: {said}{'' if sizes else guess}", sys.stderr)
     common = {"fractions": shares, "user_limits": {"resident": most}, "exclusive": True}
     named = dict(map(parse_change, options.pool)) or {"default": {}}

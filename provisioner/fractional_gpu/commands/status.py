@@ -27,7 +27,7 @@ EPILOG = """\
 examples:
   jupyter gpu status
   jupyter gpu status --watch            update every 2 seconds
-  jupyter gpu status --json             one object; {"running": false} if no broker runs
+  jupyter gpu status --json             one object; {"running": false} if no broker is running
   jupyter gpu status --watch --json     one such object per line, every 2 seconds
 
 You see your own kernels and your server's seat. Administrators see everyone's, and the servers waiting for a seat. A device's totals
@@ -37,7 +37,7 @@ include all users.
 
 def configure(parser: Parser) -> None:
     parser.describe("Show the GPUs, and which kernels hold or wait for them. Does not start a broker.", EPILOG)
-    parser.flag("--json", "print JSON, with the fields of GET /v1/status, and `running`")
+    parser.flag("--json", "print JSON, with `running` and the fields of GET /v1/status")
     parser.flag("--watch", "update every 2 seconds until Ctrl-C")
     parser.add_socket()
 
@@ -49,7 +49,7 @@ def show(status: HostStatus | None, *, as_json: bool, socket: str, out: TextIO) 
         starts = (
             "an administrator must start it"
             if is_service_socket(socket)
-            else "the first kernel that wants a GPU starts one"
+            else "the first kernel that needs a GPU starts one"
         )
         return f"No broker is running on {socket}; {starts}.\n"
     return shown(render_status(status, terminal_width(out)), out)

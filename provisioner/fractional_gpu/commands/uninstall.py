@@ -37,7 +37,7 @@ _SOCKET_NAME = "broker.sock"
 EPILOG = """\
 examples:
   jupyter gpu uninstall --dry-run       show what would be removed
-  jupyter gpu uninstall                 ask first, then remove it
+  jupyter gpu uninstall                 ask for confirmation, then remove it
   jupyter gpu uninstall --yes --json    for scripts
 
 Shut down GPU kernels first: nothing is removed while one has a lease. Usage records (the ledger) are removed too; save them with
@@ -60,7 +60,7 @@ class Findings:
 
 def configure(parser: Parser) -> None:
     parser.describe("Remove this user's kernelspecs, settings, state and logs. The package itself stays.", EPILOG)
-    parser.flag("--dry-run", "show what would be removed, and remove nothing")
+    parser.flag("--dry-run", "show what would be removed without removing anything")
     parser.flag("--yes", "do not ask")
     parser.flag(
         "--json",
@@ -162,9 +162,7 @@ def check_no_leases(sockets: list[str]) -> None:
                 named = [lease.spec.label or lease.lease_id for lease in client.status().leases]
         except BrokerUnavailableError as error:
             if claim_holder(socket) is not None:
-                raise CommandError(
-                    f"cannot find out from the running broker whether kernels have leases: {error}"
-                ) from None
+                raise CommandError(f"cannot ask the running broker whether any kernels have leases: {error}") from None
             named = [f"process {pid}" for pid in kernels_of(socket)]  # they start the broker again when needed
         if named:
             raise CommandError(

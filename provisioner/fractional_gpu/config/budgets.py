@@ -42,13 +42,13 @@ def parse_budgets(value: object) -> tuple[Budget, ...]:
 
 def _budget(entry: object) -> Budget:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"a budget is a dictionary such as {_EXAMPLE}")  # noqa: TRY004 - callers handle one error
+        raise ValueError(f"a budget must be a dictionary such as {_EXAMPLE}")  # noqa: TRY004 - callers handle one error
     for key in entry:
         if key not in _KEYS:
             raise PartError(f"[{key!r}]", entry[key], f"unknown key; {did_you_mean(str(key), _KEYS)}")
     kinds = [kind for kind in ("user", "group") if kind in entry]
     if len(kinds) != 1:
-        raise ValueError(f"a budget has either 'user' or 'group', with a name or '*' for everyone, such as {_EXAMPLE}")
+        raise ValueError(f"a budget needs either 'user' or 'group', a name or '*' for everyone, such as {_EXAMPLE}")
 
     def parsed(key: str, parse: Callable[[object], G], default: object = None) -> G:
         try:
@@ -75,13 +75,13 @@ def _budget(entry: object) -> Budget:
 
 def _name(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _LONGEST or not value.isprintable():
-        raise ValueError("a name, or '*' for everyone")
+        raise ValueError("expected a name, or '*' for everyone")
     return value
 
 
 def _pools(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
-        raise ValueError("a list of pool names; leave it out to count all pools")
+        raise ValueError("expected a list of pool names; leave it out to count all pools")
     return tuple(value)
 
 
@@ -132,7 +132,7 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 def over_budget(value: object) -> tuple[Consequence, ...]:
     """Parse the setting for what to do when a budget is used up. Raises ValueError with a message that lists the allowed values."""
     allowed = (
-        "expected 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
+        "expected 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or one of the first two followed by 'no-new-seats', such as "
         "'when-free, no-new-seats'"
     )
     if value == "nothing":

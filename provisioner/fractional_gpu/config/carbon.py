@@ -70,7 +70,7 @@ def read(setting: float | Path) -> Carbon:
         with setting.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{setting} cannot be read: {error}; c.GPUBroker.carbon takes {ALLOWED}") from None
+        raise ValueError(f"{setting} cannot be read: {error}; c.GPUBroker.carbon must be {ALLOWED}") from None
     return _parsed(setting, rows)
 
 
@@ -81,7 +81,7 @@ def _parsed(path: Path, rows: list[list[str]]) -> Carbon:
     when = next((index for index, name in enumerate(header) if "time" in name), None)
     grams = next((index for index, name in enumerate(header) if "kwh" in name and "g" in name), None)
     if when is None or grams is None:
-        raise ValueError(f"{path}, line 1: {', '.join(rows[0])!r} lacks the columns time and g_per_kwh")
+        raise ValueError(f"{path}, line 1: {', '.join(rows[0])!r} does not have the columns time and g_per_kwh")
     found: dict[int, int] = {}
     for number, row in enumerate(rows[1:], 2):
         if not row:

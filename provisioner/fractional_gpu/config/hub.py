@@ -74,7 +74,7 @@ def groups(value: object) -> Mapping[str, GroupTerms] | None:
         if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
             raise ValueError(f"{name!r} is not a group name; {allowed}")
         if not isinstance(raw, Mapping) or not set(raw) <= {"weight", "priority"}:
-            raise ValueError(f"group {name!r} has {raw!r}; {allowed}")
+            raise ValueError(f"invalid terms for group {name!r}: {raw!r}; {allowed}")
         try:
             weight = values.whole_number(1, 10_000)(raw.get("weight", 100))
             priority = values.whole_number(-1000, 1000)(raw.get("priority", 0))
@@ -123,7 +123,7 @@ def price(value: object) -> Price | None:
 
 def price_bands(value: object) -> tuple[PriceBand, ...]:
     """Parse the prices that apply at certain times of the week."""
-    allowed = "expected prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, starting and ending on a quarter of an hour"
+    allowed = "expected prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, with times on quarter hours"
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)
     bands = []
@@ -133,5 +133,5 @@ def price_bands(value: object) -> tuple[PriceBand, ...]:
         try:
             bands.append(PriceBand(spans=parsed.spans, price_milli=values.hourly_price(asked)))
         except ValueError as error:
-            raise ValueError(f"{when!r} has {asked!r}: {error}") from None
+            raise ValueError(f"invalid price {asked!r} for {when!r}: {error}") from None
     return tuple(bands)

@@ -55,8 +55,8 @@ def parse_yielders(value: object) -> tuple[ModelServer, ...]:
     for one in value if isinstance(value, (list, tuple)) else [None]:
         if (match := _ENTRY.fullmatch(str(one))) is None or int(match[2] or 1) > 65_535:
             raise ValueError(
-                f"expected a list of {', '.join(map(repr, SERVERS))}; if a server is not at its usual port, with an http URL on "
-                "127.0.0.1 or localhost, such as 'ollama=http://127.0.0.1:11500'"
+                f"expected a list of {', '.join(map(repr, SERVERS))}; for a server on a non-standard port, add an http URL on 127.0.0.1 or "
+                "localhost, such as 'ollama=http://127.0.0.1:11500'"
             )
         server = SERVERS[match[1]]
         servers[replace(server, port=int(match[2] or server.port))] = None

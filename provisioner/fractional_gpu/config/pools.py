@@ -48,31 +48,31 @@ class Pool(HasTraits):
     # fmt: off
     devices = Setting(
         values.device_references, "all", [0, 1], to="devices",
-        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': all devices that no other pool lists.",
+        help="The devices in the pool, by number, UUID or model ('model:A100'), or 'all' for all devices that no other pool lists.",
     )
     fractions = Setting(
         values.fractions, ["1/8", "1/4", "1/2", "3/4", "1"], ["1/4", "1/2", "1"], to="fractions_milli",
-        help="The fractions of a GPU that users may choose; 'any': all of them.",
+        help="The fractions of a GPU that users may choose from. If 'any', they may choose any fraction.",
     )
     oversubscription = Setting(
         values.or_word("unlimited", values.number(1, 1000)), "unlimited", 4, to="oversubscription_milli",
-        help="The most that the pool promises in total, as a multiple of its capacity: 4 means four times the memory of its devices. "
-        "'unlimited': only host memory limits it. wait_bound also limits a hub's seats, and usually does so first.",
+        help="The most that the pool may promise in total, as a multiple of its capacity: 4 means four times the memory of its devices. If "
+        "'unlimited', only host memory limits it. A hub's seats are also limited by wait_bound, which usually takes effect first.",
     )
     idle_after = Setting(
         values.idle_after, "auto", "5m", to="idle_after_ms idle_auto",
-        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory; "
-        "'auto': also when keeping it would probably cost others more than restoring it would cost this kernel, judging by past "
-        "use.",
+        help="How long a kernel must be idle before it is suspended; 0: suspend it at once; 'on-demand': only when another kernel needs "
+        "the memory; 'auto': also when, judging by past use, keeping it would probably cost others more than restoring it would cost this "
+        "kernel.",
     )
     hold_price = Setting(
         values.hourly_price, 0, 2.5, to="hold_price_milli",
-        help="With idle_after 'auto': the cost per hour of a whole GPU held by an idle kernel, in any currency, in addition to the waiting "
-             "it causes. 0: idle kernels stay as long as no other cell has to wait.",
+        help="With idle_after 'auto': what it costs per hour if an idle kernel holds a whole GPU, in any currency, in addition to the "
+             "waiting this causes. If 0, idle kernels stay as long as no other cell has to wait.",
     )
     wait_price = Setting(
         values.hourly_price, 40, 60, to="wait_price_milli",
-        help="With idle_after 'auto': the cost of an hour that a person waits, in the same currency.",
+        help="With idle_after 'auto': what an hour of a person's waiting costs, in the currency of hold_price.",
     )
     empty_devices = Setting(
         values.boolean, False, True, to="empty_devices",
@@ -80,8 +80,9 @@ class Pool(HasTraits):
     )
     foresight = Setting(
         values.choice(Foresight), "free", "displace", to="foresight",
-        help="Whether to resume a suspended kernel before its next cell, when someone types in its notebook or its past use suggests "
-        "a cell soon. 'free': if there is room; 'displace': also by suspending idle kernels that are expected later; 'off': never.",
+        help="Whether to resume a suspended kernel before its next cell, when someone types in its notebook or past use suggests that a "
+        "cell will run soon. 'free': if there is room; 'displace': also by suspending idle kernels expected to run one later; 'off': "
+        "never.",
     )
     foresight_swap = Setting(
         values.duration(), "2s", "500ms", to="foresight_swap_ms",
@@ -89,7 +90,7 @@ class Pool(HasTraits):
     )
     foresight_vain = Setting(
         values.memory, "256GiB", "64GiB", to="foresight_vain_mib",
-        help="With foresight: how much data may be moved to and from one device per hour for cells that never run.",
+        help="With foresight: how much data per hour may be moved to and from each device for cells that then never run.",
     )
     min_residency = Setting(
         values.duration(), "10s", "30s", to="min_residency_ms",
@@ -97,43 +98,43 @@ class Pool(HasTraits):
     )
     unattached_ttl = Setting(
         values.duration(least_ms=1000), "2m", "5m", to="unattached_ttl_ms",
-        help="A lease without a running kernel ends after this time.",
+        help="How long a lease without a running kernel lasts before it ends.",
     )
     revoked_ttl = Setting(
         values.duration(least_ms=1000), "24h", "2h", to="revoked_ttl_ms",
-        help="A kernel whose hub server has ended is suspended and waits this long for the server to start again; then the broker "
-        "ends it.",
+        help="How long a kernel whose hub server has ended stays suspended, waiting for the server to start again, before the broker ends "
+        "it.",
     )
     unattached_hold = Setting(
         values.duration(), "15s", "1m", to="unattached_hold_ms",
-        help="How long memory stays reserved for a kernel without our extension that is about to start. After that, it is free for a "
-        "waiting kernel.",
+        help="How long memory stays reserved for a kernel without our extension that is about to start. After that, a waiting kernel may "
+        "take it.",
     )
     max_unused_hold = Setting(
         values.or_word("off", values.duration()), "off", "10m", to="max_unused_hold_ms",
         help="How long a cell may hold memory without using the GPU. After that, its kernel counts as idle until it uses the GPU "
-        "again, at first without a reservation. 'off': no limit.",
+        "again, at first without a reservation. If 'off', there is no limit.",
     )
     unattached_leases = Setting(
         values.whole_number(1, 512), 64, 128, to="unattached_leases",
-        help="How many leases without a running kernel a user may have. These belong to kernels that are starting or have ended.",
+        help="How many leases without a running kernel each user may have. Such leases belong to kernels that are starting or have ended.",
     )
     unattached_share = Setting(
         values.share, "50%", "100%", to="unattached_share_milli",
-        help="The largest share of the pool that all leases of a user without a running kernel can hold, or be promised, together. "
-        "One such lease is always allowed.",
+        help="The largest share of the pool that a user's leases without a running kernel may together hold or be promised. One such lease "
+        "is always allowed.",
     )
     retry_refused = Setting(
         values.duration(), "30s", "1m", to="retry_refused_ms",
-        help="How long the broker waits before it tries again to suspend a kernel that could not be suspended.",
+        help="How long the broker waits before it makes another attempt to suspend a kernel that could not be suspended.",
     )
     max_passed_over = Setting(
         values.whole_number(0, 1000), 8, 4, to="max_passed_over",
-        help="How many kernels may overtake a waiting kernel that needs more memory before the broker keeps free memory for it.",
+        help="How many kernels may overtake a waiting kernel that needs more memory before the broker sets free memory aside for it.",
     )
     may_move = Setting(
         values.boolean, True, False, to="may_move",
-        help="Resume kernels on any device of the same model, if the driver can (580 or newer). If False, kernels resume only on "
+        help="Resume kernels on any device of the same model, if the driver supports this (580 or newer). If False, kernels only resume on "
         "the device that they were suspended from.",
     )
     move_busy = Setting(
@@ -142,18 +143,18 @@ class Pool(HasTraits):
     )
     reserve = Setting(
         values.choice(ReserveBy), "cap", "use", to="reserve_by",
-        help="What a kernel on a device reserves: 'cap': all the memory it may use; 'use': the memory it uses, plus headroom.",
+        help="How much memory a kernel on a device reserves: 'cap': as much as it may use; 'use': as much as it is using, plus headroom.",
     )
     compute = Setting(
         values.choice(Compute), "spread", "pack", to="compute",
-        help="Which device a kernel goes to if several have enough memory: 'spread': one whose busy kernels leave enough compute; "
-        "'pack': the one where it fragments free memory the least. If 'spread' finds several devices, it chooses among them like 'pack'. "
-        "No kernel waits because of compute.",
+        help="Which device a kernel goes to if several have enough memory: 'spread': one whose busy kernels leave it enough compute, "
+        "chosen as with 'pack' if there are several; 'pack': the one where it fragments free memory the least. Kernels never wait for "
+        "compute.",
     )
     slowdown_bound = Setting(
         values.number(0, 1000), 1, 1.5, to="slowdown_bound_milli",
-        help="With compute 'spread': how many devices' worth of compute the busy kernels of one device may need together. Beyond "
-        "that, further kernels go to another device if they can, even if they were suspended from this one.",
+        help="With compute 'spread': how much compute the busy kernels on a device may need together, as a multiple of what it has. Beyond "
+        "that, further kernels go to another device if possible, even if they were suspended from this one.",
     )
     headroom = Setting(
         values.memory, "512MiB", "1GiB", to="headroom_mib",
@@ -161,8 +162,8 @@ class Pool(HasTraits):
     )
     min_residency_swaps = Setting(
         values.number(0, 1000), 30, 9, to="min_residency_swaps_milli",
-        help="A busy kernel stays on its device for at least this many times the time its suspend and resume should take. With 9, "
-        "two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
+        help="A busy kernel stays on its device for at least this many times as long as its suspend and resume are expected to take. With "
+        "9, two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
     )
     preempt = Setting(
         values.choice({"never": (False, False), "priorities": (False, True), "fair": (True, True)}),
@@ -178,20 +179,20 @@ class Pool(HasTraits):
     )
     max_pin = Setting(
         values.duration(), "4h", "30m", to="max_pin_ms",
-        help="How long a user may pin a kernel to its device at a time; 0: pinning is not allowed.",
+        help="How long a user may pin a kernel to its device at a time. If 0, pinning is not allowed.",
     )
     pin_budget = Setting(
         values.or_word("unlimited", values.duration()), "8h", "2h", to="pin_budget_ms",
-        help="How long each user may pin kernels per day, all kernels together. The budget refills evenly. 'unlimited': no budget.",
+        help="The total time per day for which each user may pin kernels. The budget refills evenly. If 'unlimited', there is no budget.",
     )
     longest_claim = Setting(
         values.duration(), "1h", "10m", to="longest_claim_ms",
-        help="How long a claim may last before it is renewed. A claim (`jupyter gpu lease`) keeps memory for a program that the broker "
-        "does not know. A claim cannot be suspended, and its time counts against pin_budget. 0: no claims.",
+        help="How long a claim may last before it must be renewed. A claim (`jupyter gpu lease`) reserves memory for a program that the "
+        "broker does not know about. It cannot be suspended, and its time counts against pin_budget. If 0, claims are not allowed.",
     )
     warn_before = Setting(
         values.duration(), 0, "1m", to="warn_before_ms",
-        help="How long before an idle kernel is suspended to show a notice in its notebook; 0: no notice.",
+        help="How long before suspending an idle kernel to show a notice in its notebook. If 0, no notice is shown.",
     )
     max_devices = Setting(
         values.whole_number(1, 8), 8, 2, to="max_devices",
@@ -199,22 +200,21 @@ class Pool(HasTraits):
     )
     max_priority = Setting(
         values.whole_number(-1000, 1000), 0, 10, to="max_priority",
-        help="The highest priority that users may request. Administrators and a hub's seats are not limited.",
+        help="The highest priority that users may request. Administrators and a hub's seats are exempt.",
     )
     user_limits = Setting(
         values.limits, {}, {"leases": 4, "fraction": 2, "resident": 1}, to="user_limits",
-        help="The limits of each user: 'leases': number of kernels; 'fraction': GPUs of all kernels together; 'resident': GPUs held "
-        "at a time (further kernels wait). Limits that are left out do not apply.",
+        help="The limits for each user: 'leases': the number of kernels; 'fraction': the GPUs of all their kernels together; 'resident': "
+        "the GPUs held at the same time (further kernels wait). A limit that is left out does not apply.",
     )
     group_limits = Setting(
         values.group_limits, {}, {"students": {"leases": 60, "resident": 2}}, to="group_limits",
-        help="The same limits for the members of a group together.",
+        help="The same limits, but for all members of a group together.",
     )
     sharing = Setting(
         values.choice(Sharing), "time-slice", "mps", to="sharing",
-        help="How kernels share a device: 'time-slice': they take turns, and idle ones are suspended; 'mps': through NVIDIA's MPS "
-        "server, which limits compute and memory; 'mig': each kernel has a whole MIG instance. With 'mps' and 'mig' no kernel "
-        "is suspended.",
+        help="How kernels share a device: 'time-slice': they take turns, and idle ones are suspended; 'mps': through NVIDIA's MPS server, "
+        "which limits compute and memory; 'mig': each kernel has a whole MIG instance. With 'mps' and 'mig', kernels are never suspended.",
     )
     breach = Setting(
         values.choice(Breach), "warn", "suspend", to="breach",
@@ -223,24 +223,24 @@ class Pool(HasTraits):
     )
     strangers = Setting(
         values.choice(Strangers), "yield", "refuse", to="strangers",
-        help="What happens when programs that belong to no kernel of the broker use a device of the pool: 'yield': idle kernels are "
-        "suspended if these programs need their room; 'yield-busy': busy kernels, too, if that is not enough; 'ignore': nothing; "
+        help="What happens when programs that do not belong to any of the broker's kernels use a device in the pool: 'yield': idle kernels "
+        "are suspended if these programs need the room; 'yield-busy': busy kernels too, if that is not enough; 'ignore': nothing; "
         "'refuse': the broker ends these programs (SIGTERM, then SIGKILL) if its user is permitted to.",
     )
     after_kernel = Setting(
         values.choice(AfterKernel), "keep", "end", to="after_kernel",
-        help="What happens to processes that a kernel started if they outlive it and hold device memory: 'keep': they keep running "
-        "and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user is permitted to.",
+        help="What happens to processes that were started by a kernel, have outlived it and still hold device memory: 'keep': they keep "
+        "running and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user is permitted to.",
     )
     checkpoint_children = Setting(
         values.boolean, False, True, to="checkpoint_children",
-        help="Suspend kernels that have forked children since they began to use CUDA (DataLoader workers), with NVIDIA's driver 580.159 "
-        "or newer. Their processes start in checkpoint jobs.",
+        help="With NVIDIA driver 580.159 or newer, also suspend kernels that have forked children (such as DataLoader workers) since they "
+        "began to use CUDA. The pool's kernels are started in checkpoint jobs.",
     )
     exclusive = Setting(
         values.boolean, False, True, to="exclusive",
-        help="If the driver enforces memory limits, the pool's kernels and all other processes in their control groups cannot use "
-             "devices on which these kernels hold nothing. If False, other programs of the same user or unit can use those devices.",
+        help="If the driver enforces memory limits, the pool's kernels and all other processes in their cgroups cannot use "
+             "devices on which these kernels hold nothing. If False, other programs of the same user or unit can still use those devices.",
     )
     suspend_unseen = Setting(
         values.boolean, True, False, to="suspend_unseen",
@@ -249,31 +249,31 @@ class Pool(HasTraits):
     )
     hami_library = Setting(
         values.library, "", "/usr/local/vgpu/libvgpu.so", to="hami_library",
-        help="The path of HAMi-core's library, to preload into the pool's kernels. Allocations beyond the cap then fail, and compute "
+        help="The path of the HAMi-core library to preload into the pool's kernels. Allocations beyond the cap then fail, and compute "
         "is limited to the fraction.",
     )
     groups = Setting(
         hub.groups, "everybody", {"students": {}, "staff": {"weight": 200, "priority": 10}},
         help="Hub: the groups whose members may use the pool, each with its weight (100 by default; 200 gets twice the share of "
-        "100) and its priority. 'everybody': all users, on equal terms.",
+        "100) and its priority. If 'everybody', all users may use it on equal terms.",
     )
     hours = Setting(
         hub.hours, "always", "Mon-Fri 08:00-18:00, Sat 10:00-14:00",
-        help="Hub: when servers may be started, in the machine's local time, or 'always'. Servers that run at closing time keep running.",
+        help="Hub: when servers may be started, in the machine's local time, or 'always'. Servers running at closing time are not stopped.",
     )
     price = Setting(
         hub.price, None, "0.80 EUR",
-        help="The price of a whole GPU for an hour, with its currency. Users see their fraction's price before they start a hub's "
-        "server.",
+        help="The hourly price of a whole GPU, with its currency. Users see the price of their fraction before they start a server from a "
+        "hub.",
     )
     price_hours = Setting(
         hub.price_bands, {}, {"Mon-Fri 08:00-18:00": 1.20},
-        help="Prices for certain times of the week, in the currency of `price`. The times are local, and the first match applies.",
+        help="Prices for certain times of the week, in the currency of `price`. Times are local, and the first match applies.",
     )
     charge = Setting(
         values.choice(Basis), "held", "reserved",
         help="What is charged: 'held': the time a kernel has memory on a GPU; 'busy': the time it runs cells there; 'reserved': the "
-        "time the kernel exists, less suspended_credit. Each is multiplied by its fraction.",
+        "time the kernel exists, less suspended_credit. Each is multiplied by the kernel's fraction.",
     )
     suspended_credit = Setting(
         values.share, "100%", "80%",
@@ -291,8 +291,8 @@ class Pool(HasTraits):
     )
     wait_bound = Setting(
         values.share, "5%", "1%",
-        help="Hub: the share of cells that may wait longer than wait_target. The pool is full if one more server would raise it above "
-        "this share.",
+        help="Hub: the share of cells that may wait longer than wait_target. The pool counts as full if one more server would push the "
+        "share above this.",
     )
     expected_use = Setting(
         values.share, "25.7%", "10%",
@@ -305,7 +305,7 @@ class Pool(HasTraits):
     )
     kernels_per_seat = Setting(
         values.whole_number(1, 512), 4, 8,
-        help="Hub: how many kernels with a GPU one server may have; together they share the server's fraction.",
+        help="Hub: how many GPU kernels one server may have; together they share the server's fraction.",
     )
 
     # fmt: on
@@ -367,18 +367,18 @@ def parse_pools(value: object) -> tuple[Pool, ...]:
     found = []
     for name, raw in value.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            problem = "a pool name has 1 to 63 lowercase letters, digits, '-', '_' and '.', and starts and ends with a letter or digit"
+            problem = "a pool name must be 1 to 63 lowercase letters, digits, '-', '_' and '.', and start and end with a letter or digit"
             raise PartError(f"[{name!r}]", raw, problem)
         if not isinstance(raw, Mapping):
             example = "{'fractions': ['1/4', '1/2', '1'], 'idle_after': '5m'}"
-            raise PartError(f"[{name!r}]", raw, f"a pool is a dictionary such as {example}")
+            raise PartError(f"[{name!r}]", raw, f"a pool must be a dictionary such as {example}")
         try:
             found.append(Pool(name, raw))
         except ValueError as error:
             raise PartError(f"[{name!r}]", raw, error) from None
     if len(greedy := [pool.name for pool in found if pool.devices is None]) > 1:
         problem = (
-            f"pool {greedy[0]!r} already has 'all' (the default); only one pool can, so list the devices of the others"
+            f"pool {greedy[0]!r} already has 'all' (the default), and only one pool can; list the devices of the others"
         )
         raise PartError(f"[{greedy[1]!r}]['devices']", "all", problem)
     return tuple(found)
@@ -393,8 +393,8 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
         model = reference.removeprefix(_MODEL).strip().lower()
         if fitting := [device for device in devices if model and model in device.name.lower()]:
             return fitting
-        there = ", ".join(sorted({device.name for device in devices})) or "none at all"
-        raise config_error(where, reference, f"there is no device of that model; this host has: {there}")
+        there = ", ".join(sorted({device.name for device in devices})) or "no devices"
+        raise config_error(where, reference, f"no device matches that model; this host has: {there}")
     if reference.isdecimal():
         fitting = [devices[int(reference)]] if int(reference) < len(devices) else []
     else:
@@ -402,7 +402,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
         fitting = exact or [device for device in devices if device.device_id.startswith(reference)]
     if len(fitting) == 1:
         return fitting
-    there = ", ".join(f"{number} {device.device_id}" for number, device in enumerate(devices)) or "none at all"
+    there = ", ".join(f"{number} {device.device_id}" for number, device in enumerate(devices)) or "no devices"
     problem = "matches more than one device" if fitting else "there is no such device"
     raise config_error(where, reference, f"{problem}; this host has: {there}")
 

@@ -45,35 +45,35 @@ class Settings(HasTraits):
     # fmt: off
     state_dir = Setting(
         values.path("/var/lib/jupyter-gpu", "~/.local/state/jupyter-gpu"), "", "/var/lib/jupyter-gpu",
-        help="The folder of the ledger, the broker's database: an absolute path on a local disk, private to the broker. If this "
-        "is empty, it is /var/lib/jupyter-gpu for a system service, and otherwise a folder per host and socket in the user's state folder "
+        help="The folder for the ledger (the broker's database): an absolute path on a local disk, private to the broker. If this is "
+        "empty, a system service uses /var/lib/jupyter-gpu, and any other broker a folder per host and socket in the user's state folder "
         "(~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID if the state folder is on a network filesystem.",
     )
     ledger_limit = Setting(
         values.file_size, "4GiB", "16GiB",
-        help="The maximum size of the ledger on disk, such as '16GiB'. Beyond it, the broker deletes the oldest history early "
-        "(normally after 90 days). It deletes usage records early (normally after 400 days) only when no history is left. What "
-        "kernels need is always written.",
+        help="The maximum size of the ledger on disk, such as '16GiB'. Beyond it, the broker deletes the oldest history before its usual "
+        "90 days are up. It only deletes usage records before their usual 400 days are up when no history is left. Data that kernels "
+        "depend on is always written.",
     )
     idle_exit = Setting(
         values.or_word("never", values.duration(least_ms=1000)), "10m", "never",
-        help="The broker stops when it has had no request and no lease for this long, such as '30m'. 'never': it keeps running; use "
-        "this for a broker that runs as a service.",
+        help="The broker stops when it has had no requests and no leases for this long, such as '30m'. If 'never', it keeps running; use "
+        "that for a broker that runs as a service.",
     )
     hang_limit = Setting(
         values.or_word("never", values.duration(least_ms=1000)), "30s", "1m",
         help="A broker whose event loop hangs for this long writes its threads' stacks to its log and exits. The next program that "
-        "needs it starts it again, and no kernel loses its state. 'never': it does not exit.",
+        "needs it starts it again, and no kernel loses its state. If 'never', it does not exit.",
     )
     host_memory = Setting(
         values.host_memory, "50%", "64GiB",
         help="The host memory that all suspended kernels together may use for their GPU state: a share of the machine's memory, "
-        "such as '50%', or a size, such as '64GiB'. 0: no kernel is suspended.",
+        "such as '50%', or a size, such as '64GiB'. If 0, no kernel is suspended.",
     )
     page_out_after = Setting(
         values.or_word("never", values.duration(least_ms=1000)), "never", "10m",
-        help="How long after its suspend a kernel's state is moved to the machine's swap space, where it does not count against "
-        "host_memory. It then takes longer to resume. Needs root and swap space. 'never': it stays in memory.",
+        help="How long after a kernel is suspended its state is moved to the machine's swap space, where it does not count against "
+        "host_memory. The kernel then takes longer to resume. This needs root and swap space. If 'never', the state stays in memory.",
     )
     device_overhead = Setting(
         values.optional(values.memory), None, "500MiB",
@@ -87,8 +87,8 @@ class Settings(HasTraits):
     )
     gate_timeout = Setting(
         values.duration(least_ms=10), "2s", "5s",
-        help="How long to wait for the extension of a kernel that is being suspended to answer, or to reconnect after the broker "
-        "starts. After this time, the kernel is suspended only if it has not used its device for a while, or is preempted.",
+        help="How long to wait for the extension of a kernel that is being suspended to respond, or to reconnect after the broker starts. "
+        "After this time, the kernel is suspended only if it has not used its device for a while, or is preempted.",
     )
     checkpoint_deadline = Setting(
         values.duration(least_ms=1000), "10m", "20m",
@@ -96,20 +96,20 @@ class Settings(HasTraits):
     )
     default_pool = Setting(
         values.text, "", "default",
-        help="The pool for kernels whose kernelspec names none. If this is empty, they get the pool called 'default', or the only pool.",
+        help="The pool for kernels whose kernelspec does not name one. If empty, this is the pool called 'default', or the only pool.",
     )
     default_fraction = Setting(
         values.optional(values.fraction), None, "1/2",
-        help="The fraction of a GPU for kernels whose kernelspec names none, such as '1/2', 0.5 or '500m'. If this is None, they get "
-        "1/4 if the default pool offers it, and otherwise the pool's smallest fraction.",
+        help="The fraction of a GPU for kernels whose kernelspec does not name one, such as '1/2', 0.5 or '500m'. If this is None, it is "
+        "1/4 if the default pool offers that, and otherwise the pool's smallest fraction.",
     )
     log_level = Setting(
         values.log_level, "INFO", "DEBUG",
-        help="The lowest level that is written to the log: DEBUG, INFO, WARNING or ERROR.",
+        help="The lowest level of messages written to the log: DEBUG, INFO, WARNING or ERROR.",
     )
     devices = Setting(
         values.device_references, "all", [0, 1],
-        help="The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. It does not touch "
+        help="The devices that this broker manages: 'all', or a list of device numbers, UUIDs or prefixes of UUIDs. It does not touch "
         "other devices.",
     )
     device_kind = Setting(
@@ -119,27 +119,27 @@ class Settings(HasTraits):
     )
     admin_group = Setting(
         values.text, "", "gpu-admins",
-        help="A group of the operating system whose members are administrators, like root and the broker's own user: they can see "
+        help="An operating system group whose members are administrators, like root and the broker's own user: they can see "
         "and control all users' kernels and drain devices. If this is empty, no group has these rights.",
     )
     account_of_unknown_uids = Setting(
         values.account, "", "nobody",
-        help="A user of this machine to whom the limits, shares and budgets of all uids without a passwd entry apply. Subordinate uids "
-        "count for their owner in /etc/subuid instead. Name a user account that no person uses, because that user can see the "
-        "charges. If this is empty, each of these uids counts as a separate user.",
+        help="A user of this machine that all uids without a passwd entry count as, for limits, shares and budgets. Subordinate uids count "
+        "as their owner in /etc/subuid instead. Name an account that nobody uses in person, because that user can see the charges. If this "
+        "is empty, each of these uids counts as a separate user.",
     )
     seats_required = Setting(
         values.boolean, False, True,
-        help="Refuse kernels without a seat from a hub, for all users. A hub that runs the broker sets this.",
+        help="Refuse kernels that have no seat from a hub, for all users. A hub that runs the broker sets this.",
     )
     audit_file = Setting(
         values.path("/var/log/jupyter-gpu/audit.jsonl"), "", "/var/log/jupyter-gpu/audit.jsonl",
-        help="The file of the audit log, which records administrators' actions: an absolute path. If this is empty, it is "
-        "audit.jsonl in the ledger's folder.",
+        help="The absolute path of the audit log, which records administrators' actions. If this is empty, it is audit.jsonl in the "
+        "ledger's folder.",
     )
     audit_max_size = Setting(
         values.file_size, "10MiB", "100MiB",
-        help="The maximum size of an audit log file; after that, a new file is started.",
+        help="The maximum size of an audit log file; beyond that, a new file is started.",
     )
     audit_files = Setting(
         values.whole_number(1, 10_000), 20, 100,
@@ -147,8 +147,8 @@ class Settings(HasTraits):
     )
     audit_keep = Setting(
         values.or_word("forever", values.duration(least_ms=3_600_000)), "365d", "90d",
-        help="How long to keep audit log entries, such as '90d', or 'forever'. Entries can stay up to a quarter longer, because "
-        "whole files are removed and each covers up to a quarter of this time.",
+        help="How long to keep audit log entries, such as '90d', or 'forever'. Entries may be kept up to a quarter longer, because only "
+        "whole files are removed, and each covers up to a quarter of this time.",
     )
     audit_required = Setting(
         values.boolean, True, False,
@@ -158,9 +158,9 @@ class Settings(HasTraits):
     revocation_notice = Setting(
         values.notice_source, "", "/run/revoked",
         help="Where to look for a notice that this host is going away: the absolute path of a file, or a URL on 169.254.169.254, the "
-        "address of clouds' metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google: "
-        "http://169.254.169.254/computeMetadata/v1/instance/preempted). The broker checks it every 2 s. When a notice appears, "
-        "every user is told to save to disk; when it disappears, that it was withdrawn. If this is empty, the broker checks nothing.",
+        "address of cloud metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google: "
+        "http://169.254.169.254/computeMetadata/v1/instance/preempted). The broker checks it every 2 s. When a notice appears, all users "
+        "are told to save to disk; when it disappears, they are told that it was withdrawn. If this is empty, the broker checks nothing.",
     )
     revocation_drains = Setting(
         values.boolean, False, True,
@@ -170,31 +170,31 @@ class Settings(HasTraits):
     )
     revocation_deadline = Setting(
         values.duration(least_ms=1000), "30s", "2m",
-        help="How long after a notice the host is expected to go away, if the notice gives no time.",
+        help="How long after a notice the host is expected to go away, if the notice does not say when.",
     )
     cull_idle_after = Setting(
         values.or_word("never", values.duration(least_ms=1000)), "never", "7d",
-        help="End kernels that hold GPU state and have been idle for this long. Their variables are lost, after a warning. 'never': "
-        "keep them. If this or cull_above is set, idle cullers of Jupyter and JupyterHub spare kernels that hold GPU state "
+        help="End kernels that hold GPU state and have been idle for this long, after a warning. Their variables are lost. If 'never', "
+        "they are kept. If this or cull_above is set, the idle cullers of Jupyter and JupyterHub spare kernels that hold GPU state "
         "(docs/hub.md).",
     )
     cull_above = Setting(
         values.whole_number(1, 100), 100, 90,
-        help="If suspended kernels fill more than this part of host_memory, in percent, end those that have been idle longest, after "
-        "a warning. 100: never.",
+        help="If suspended kernels fill more than this percentage of host_memory, end those that have been idle longest, after a warning. "
+        "If 100, none are ended.",
     )
     cull_warning = Setting(
         values.duration(), "15m", "1h",
-        help="How long before ending a kernel the broker warns its user, in the notebook and in the status. A cell keeps the kernel.",
+        help="How long before ending a kernel the broker warns its user, in the notebook and the status. Running a cell saves the kernel.",
     )
     yielders = Setting(
         parse_yielders, [], ["ollama", "comfyui=http://127.0.0.1:8189"],
         help="Model servers on this machine that release their GPU memory when a kernel of the same user waits for it: 'ollama', "
-        "'comfyui', 'llama-swap' or 'vllm', with '=URL' for an unusual port (docs/one-card.md).",
+        "'comfyui', 'llama-swap' or 'vllm', with '=URL' for a non-standard port (docs/one-card.md).",
     )
     yield_for_everyone = Setting(
         values.boolean, False, True,
-        help="Whether the `yielders` servers also release memory for other users' kernels. Those that run as system services need this.",
+        help="Whether the `yielders` servers also release memory for other users' kernels. They need this if they run as system services.",
     )
     metrics_address = Setting(
         values.metrics_address, "", "127.0.0.1:9464",
@@ -216,8 +216,8 @@ class Settings(HasTraits):
     metrics_users = Setting(
         values.boolean, False, True,
         help="Also publish each user's usage and charges as metrics. User names are personal data: every program that can reach "
-        "metrics_address can read them. On the broker's socket, only administrators can. Each pool names up to 256 users, and "
-        "adds up all others.",
+        "metrics_address can read them. On the broker's socket, only administrators can. Up to 256 users are named for each pool, and all "
+        "others are added up.",
     )
     carbon = Setting(
         carbon.parse_setting, None, 350,
@@ -227,7 +227,7 @@ class Settings(HasTraits):
     usage_visible = Setting(
         values.one_of("own", "group", "all"), "own", "group",
         help="Whose usage and costs users may see: 'own'; 'group': also the totals of each user in their groups; 'all': the totals "
-        "of every user. Only administrators and a notebook's own user see its name.",
+        "of every user. A notebook's name is only shown to administrators and to its own user.",
     )
     pools = Setting(
         parse_pools, {"default": {}}, None,
@@ -255,7 +255,7 @@ class Settings(HasTraits):
             raise ConfigError(f"{self.where('pools')}: {problem}")
         offered, milli = self.first_pool.fractions, self.default_fraction
         if milli is not None and offered and milli not in offered:
-            problem = f"pool {self.first_pool.name!r} does not offer that; it offers: {', '.join(map(format_fraction, offered))}"
+            problem = f"pool {self.first_pool.name!r} does not offer this fraction; it offers: {', '.join(map(format_fraction, offered))}"
             raise config_error(self.where("default_fraction"), format_fraction(milli), problem)
         if self.metrics_address is not None and not self.metrics_public:
             address = self.metrics_address[0]
@@ -358,7 +358,7 @@ def _search() -> tuple[Path, ...]:
     try:
         folders = jupyter_config_path()
     except RuntimeError as error:  # this user has no home folder
-        raise ConfigError(f"cannot search for {CONFIG_NAME}: {error} Set HOME to a folder of yours") from error
+        raise ConfigError(f"cannot search for {CONFIG_NAME}: {error} Set HOME to a folder that you own") from error
     candidates = dict.fromkeys(Path(folder) / CONFIG_NAME for folder in reversed(folders))
     # Like Jupyter, treat a folder without permission as empty. `Path.exists` would raise an error.
     return tuple(file for file in candidates if os.path.exists(file))  # noqa: PTH110
@@ -411,8 +411,8 @@ def _collect(written: dict[str, tuple[object, str]], given: Mapping[str, Any], o
 
 _WIDTH = 100
 _HEAD = """\
-# Configuration of the broker that shares the GPUs of this machine among Jupyter kernels.
-# Put it as jupyter_gpu_config.py into a folder that `jupyter --paths` lists under "config", or name it with --config.
+# Configuration of the broker that shares this machine's GPUs among Jupyter kernels.
+# Save it as jupyter_gpu_config.py in a folder that `jupyter --paths` lists under "config", or pass its path with --config.
 # Sizes are written like 20GiB, durations like 30s, 5m or 2h, fractions of a GPU like 1/4, 0.25 or 250m.
 
 c = get_config()  # noqa

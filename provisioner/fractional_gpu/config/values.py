@@ -217,7 +217,7 @@ def limits(value: object) -> Limits:
         raise ValueError(allowed)
     for name in value:
         if name not in _LIMITS:
-            raise ValueError(f"there is no limit {str(name)[:_LONGEST_TEXT]!r}; {allowed}")
+            raise ValueError(f"there is no limit named {str(name)[:_LONGEST_TEXT]!r}; {allowed}")
     return Limits(**{_LIMITS[name]: _limit(name, raw) for name, raw in value.items()})
 
 
@@ -240,7 +240,7 @@ def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
     """Parse each group's limits, sorted by group name."""
     allowed = "expected a dictionary such as {'students': {'leases': 60, 'resident': 2}}"
     if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
-        raise ValueError(f"{allowed}, of at most {_MOST_GROUPS} groups")
+        raise ValueError(f"{allowed}, with at most {_MOST_GROUPS} groups")
     found: list[tuple[str, Limits]] = []
     for group, raw in value.items():
         if not isinstance(group, str) or not 0 < len(group) <= _LONGEST_GROUP:
@@ -348,7 +348,7 @@ def library(value: object) -> str:
         return ""
     if not isinstance(value, str) or not Path(value).is_absolute() or set(value) & set(" :\n\0"):
         raise ValueError(
-            "expected the absolute path of a library, such as '/usr/local/vgpu/libvgpu.so', without spaces and colons"
+            "expected the absolute path of a library, such as '/usr/local/vgpu/libvgpu.so', without spaces or colons"
         )
     return value
 
@@ -369,8 +369,8 @@ def notice_source(value: object) -> Path | str | None:
     if not isinstance(value, str) or "://" not in value:
         return path("/run/revoked")(value)
     allowed = (
-        "expected an absolute path, or a URL such as 'http://169.254.169.254/latest/meta-data/spot/instance-action': http, on "
-        "169.254.169.254 or a loopback address"
+        "expected an absolute path, or an http URL on 169.254.169.254 or a loopback address, such as "
+        "'http://169.254.169.254/latest/meta-data/spot/instance-action'"
     )
     url = urlsplit(value)
     try:

@@ -172,7 +172,7 @@ class Arbiter:
             case HostMemorySeen():
                 books.host_budget_mib = event.budget_mib
             case _:
-                raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
+                raise TypeError(f"the arbiter does not recognise the event {type(event).__name__}")
         books.forget_all_sums()
         self._changes.requeued |= books.waiting_pools
 

@@ -211,7 +211,7 @@ class Lifecycle:
             if lease.gate.ticket is not None:  # the cell ended with its kernel
                 self._books.set_gate(lease, closed=True)
             self._books.set_busy(lease, busy=True)
-            sentence = f"the kernel process ended; {what} still has device memory and keeps the lease's room"
+            sentence = f"the kernel process ended; {what} still holds device memory, so the lease keeps its room"
             changes.record(lease.lease_id, "left-behind", sentence)
             if lease.suspend_requested:
                 changes.decline_suspend(lease, "busy", sentence)

@@ -36,7 +36,7 @@ def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
     pool = books.pools.get(spec.pool)
     if pool is None:
         names = ", ".join(sorted(books.pools)) or "none"
-        return Reason("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
+        return Reason("unknown-pool", f"there is no pool named {spec.pool!r}; pools: {names}")
     too_long = _length_refusal(books, pool, spec, spec.claim_ms) if spec.claim_ms else None
     return (
         size_refusal(books, pool, spec)
@@ -313,7 +313,7 @@ def _length_refusal(
         ("claim", "longest_claim", pool.longest_claim_ms) if spec.claim_ms else ("pin", "max_pin", pool.max_pin_ms)
     )
     if duration_ms < 1:
-        return Reason(f"{what}-too-short", f"a {what} must last a second or more")
+        return Reason(f"{what}-too-short", f"a {what} must last at least a second")
     asked = format_duration(duration_ms)
     if duration_ms > most_ms:
         most = format_duration(most_ms)

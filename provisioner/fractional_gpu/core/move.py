@@ -76,7 +76,7 @@ class Migrations:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
-        why = f"it also fits on another device, and makes room for {name_for(victim, lease)}"
+        why = f"it also fits on another device, and moving it makes room for {name_for(victim, lease)}"
         return self._move(victim, victim.held_mib, "move.defragment", why, lease)
 
     def _move(self, lease: Lease, need_mib: int, reason: str, sentence: str, beneficiary: Lease | None = None) -> bool:
@@ -187,7 +187,7 @@ def _not_movable(changes: Changes, lease: Lease) -> Reason | None:
     if not pool.may_move or why_not:
         return Reason("may-not-move", why_not or f"pool {pool.name!r} does not move kernels: its may_move is off")
     if lease.ticket is not None:
-        return Reason("grows", "the kernel waits to grow on its device: try again when it has grown")
+        return Reason("grows", "the kernel is waiting to grow on its device: try again when it has grown")
     return None
 
 

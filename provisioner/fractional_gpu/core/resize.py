@@ -158,7 +158,7 @@ class Resizer:
             is_by_use = lease.ticket.resize_to is lease.spec
             self._changes.withdraw_ticket(lease)
             if not is_by_use:
-                self._changes.record(lease.lease_id, "resize.withdrawn", f"it no longer waits to grow: {why}")
+                self._changes.record(lease.lease_id, "resize.withdrawn", f"it is no longer waiting to grow: {why}")
 
     def _apply(self, lease: Lease, spec: LeaseSpec) -> None:
         self._books.resize(lease, spec)

@@ -89,8 +89,8 @@ def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
     changes.record(
         lease.lease_id,
         "seat-ended",
-        f"the seat of its server has ended: it is suspended, and its processes are ended in {left} unless its user's server is "
-        "started again",
+        f"the seat of its server has ended: it is suspended, and its processes will be ended in {left} unless its user's server "
+        "is started again",
     )
 
 
@@ -134,7 +134,7 @@ def end_processes_if_due(changes: Changes, lease: Lease) -> None:
     if lease.ends_ms is None or lease.ends_ms > now_ms:
         return
     lease.ends_ms = now_ms + _END_AGAIN_MS
-    sentence = "its seat ended, and no new seat took it over in the time its pool allows: its processes are ended"
+    sentence = "its seat has ended and no new one took it over in the time its pool allows: its processes are ended"
     changes.record(lease.lease_id, "seat-ended.over", sentence)
     changes.effects.append(EndProcesses(lease_id=lease.lease_id))
 
@@ -192,8 +192,8 @@ _LOST = "revocation.lost"
 _INTERRUPTED = "revocation.interrupts"
 
 _SAVE_TO_DISK = (
-    "Save to disk now what you need: results, models, tables; the notebook itself is safe. "
-    "What is only in the kernel's memory may be lost"
+    "Save what you need to disk now: results, models, tables. The notebook itself is safe; "
+    "anything that is only in the kernel's memory may be lost"
 )
 
 
@@ -333,13 +333,13 @@ class Salvage:
                 self._books.unsaved[lease.lease_id] = why_not = self._why_not(lease, plan)
                 if told != _LOST:
                     sentence = (
-                        f"The GPU of this kernel goes away in {left}, and its state cannot be saved by then: {why_not}. "
+                        f"This kernel's GPU goes away in {left}, and its state cannot be saved by then: {why_not}. "
                         f"{_SAVE_TO_DISK}."
                     )
                     self._tell(lease, _LOST, sentence)
             elif lease.is_working and told is None:
                 sentence = (
-                    f"The GPU of this kernel goes away in {left}. If its cell is still running shortly before that, it will be paused: its "
+                    f"This kernel's GPU goes away in {left}. If its cell is still running shortly before that, it will be paused: its "
                     "state moves to host memory, and it continues when this kernel gets a GPU again."
                 )
                 self._tell(lease, _INTERRUPTED, sentence)
@@ -352,14 +352,12 @@ class Salvage:
         need = format_memory(lease.host_need_mib)
         if plan.lost.get(lease.lease_id) == "host-memory":
             left = format_memory(max(0, self._books.host_left_mib))
-            return (
-                f"saving it takes {need} of host memory, only {left} is left, and more valuable kernels are saved first"
-            )
+            return f"saving it takes {need} of host memory, but only {left} is left, and more valuable kernels are saved first"
         span = self._span(lease, SUSPEND)
         took = format_forecast(span.expected_ms, span.low_ms, span.high_ms)
         if failed := lease.retries.failed_suspends:
             times = "once" if failed == 1 else f"{failed} times"
-            return f"saving it failed {times}, and the time is too short for another attempt, which is expected to take {took}"
+            return f"saving it failed {times}, and there is not enough time for another attempt, which is expected to take {took}"
         return (
             f"saving {need} is expected to take {took}, and there is too little time, or more valuable kernels need it"
         )
@@ -378,7 +376,7 @@ class Salvage:
             if lease is not None and lease.state is LeaseState.RESIDENT:
                 if self._books.goes_away(lease):
                     continue  # the deadline has passed, and the device is still there
-                sentence = "The GPU of this kernel does not go away after all: the notice was withdrawn."
+                sentence = "This kernel's GPU will not go away after all: the notice was withdrawn."
                 self._tell(lease, "revocation.withdrawn", sentence)
             del self._told[lease_id]
 

@@ -71,7 +71,7 @@ _BY_SHARING = {
     Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
     Sharing.MIG: "its pool hands out MIG instances, on which the driver cannot checkpoint",
 }
-_CLAIM = "it is a claim, and the broker does not know its program"
+_CLAIM = "it is a claim, and the broker does not know which program uses it"
 _UNSEEN = "our extension is not loaded in this kernel, and its pool suspends only kernels whose GPU use is known"
 
 

@@ -29,7 +29,7 @@ def parse_memory_mib(text: str | int) -> int:
     shown = _text(text)
     match = _MEMORY.fullmatch(shown) if shown is not None else None
     if match is None:
-        raise ValueError(f"memory {_shown(text)} is not a size; {expected}")
+        raise ValueError(f"memory {_shown(text)} is not a valid size; {expected}")
     number, unit = Fraction(match[1]), (match[2] or "MiB").lower()
     mib = number * _MIB_PER[unit] if unit in _MIB_PER else number * _BYTES_PER[unit] / 2**20
     if int(mib) < 1:
@@ -46,7 +46,7 @@ def parse_duration_ms(text: str | int) -> int:
     shown = _text(text)
     match = _DURATION.fullmatch(shown) if shown is not None else None
     if match is None:
-        raise ValueError(f"duration {_shown(text)} is not a duration; {expected}")
+        raise ValueError(f"invalid duration {_shown(text)}; {expected}")
     return int(Fraction(match[1]) * _MS_PER[(match[2] or "s").lower()])
 
 
@@ -60,7 +60,7 @@ def parse_fraction_milli(value: str | float) -> int:
     milli = _milli(text.strip()) if text is not None else None
     shown = _shown(value if text is None else text)
     if milli is None:
-        raise ValueError(f"fraction {shown} is not a fraction; {expected}")
+        raise ValueError(f"invalid fraction {shown}; {expected}")
     if not 0 < milli <= 1000:
         raise ValueError(f"fraction {shown} is out of range; {expected}")
     return max(1, int(milli))

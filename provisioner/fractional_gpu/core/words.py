@@ -39,7 +39,7 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
     if ticket.wait is not None:
         return ticket.wait
     if lease.retries.resume_after_ms > books.now_ms:
-        return Reason("wait.retry", f"{lease.sentence}; it is tried again in a moment")
+        return Reason("wait.retry", f"{lease.sentence}; it will be tried again in a moment")
     return _room_reason(books, lease, allowed_devices(books, lease), lease.ask_mib)
 
 
@@ -68,14 +68,14 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
     free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
-    short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
+    short = f"{need} is needed, {format_memory(max(0, free_mib))} is free on the roomiest device"
     without_blockers = {
-        "wait.no-pool": f"pool {lease.spec.pool!r} is not configured any more: ask the administrator",
-        "wait.device-lost": f"{need} are needed, but no device that this kernel may use is available now",
-        "wait.device-draining": f"{need} are needed, but an administrator is emptying the device that this kernel may use",
-        "wait.older-ticket": f"{need} are needed; the free room is kept for a kernel that has waited longer",
+        "wait.no-pool": f"pool {lease.spec.pool!r} is no longer configured: ask the administrator",
+        "wait.device-lost": f"{need} is needed, but no device that this kernel may use is available now",
+        "wait.device-draining": f"{need} is needed, but an administrator is emptying the device that this kernel may use",
+        "wait.older-ticket": f"{need} is needed; the free room is kept for a kernel that has waited longer",
         "wait.stranger": f"{short}; {STRANGERS_HOLD}",
-        "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
+        "wait.too-large": f"{need} is needed, more than any device that this kernel may use has",
     }
     if reason in without_blockers:
         return Reason(reason, without_blockers[reason])

@@ -107,7 +107,7 @@ class Agent:
         except FractionalGPUError as error:
             if self._silent_since_ms is None:
                 self._silent_since_ms = now
-            self._tell("broker", f"the broker does not answer: {error}")
+            self._tell("broker", f"the broker is not responding: {error}")
         if now >= self._look_ms:
             self._look(now)
         if self._record is not None:
@@ -166,7 +166,7 @@ class Agent:
                 continue
             self._tell(
                 f"pool {pool}",
-                "" if there else f"the broker has no pool {pool!r}, so its count {name} is set to what is in use",
+                "" if there else f"the broker has no pool {pool!r}, so the count {name} is set to what is in use",
             )
             counts[name] = in_use
             if there is not None:
@@ -188,7 +188,7 @@ class Agent:
     def _wanted_summary(self, now: int) -> NodeSummary:
         problem = "" if self._capacity is not None else "the node's broker has not answered yet"
         if self._silent_since_ms is not None and now - self._silent_since_ms >= self._rules.patience_ms:
-            problem = "the node's broker does not answer"
+            problem = "the node's broker is not responding"
         if self._capacity is not None and not problem:
             return summary_of(self._capacity, {**self._rules.counts, **self._rules.asked}, self._wall_s())
         last = self._written or NodeSummary(at_s=0)
@@ -245,7 +245,7 @@ class Agent:
         if what:
             self._say(what)
         elif about in ("broker", "engine"):
-            self._say(f"the {about} answers again")
+            self._say(f"the {about} is responding again")
         self._said[about] = what
 
 

@@ -41,8 +41,8 @@ exit 0
 
 _HOOK = """\
 #!/bin/sh
-# {what} of Slurm: {does}
-# Written by `jupyter gpu node install`. Slurm drains a node whose {what} fails: this one always ends with 0, within {limit} s.
+# Slurm's {what}: {does}
+# Written by `jupyter gpu node install`. Slurm drains a node whose {what} fails: this one always exits with 0, within {limit} s.
 # slurmd gives it no PATH.
 export PATH={path}
 cd / || true
@@ -53,13 +53,13 @@ exit 0
 
 _TASK_PROLOG = """\
 #!/bin/sh
-# TaskProlog of Slurm: what the tasks of a job with a GPU share get in their environment. It runs as the user, before each task;
+# Slurm's TaskProlog: what the tasks of a job with a GPU share get in their environment. It runs as the user, before each task;
 # Slurm reads `export NAME=value` and `print TEXT` from its output. Written by `jupyter gpu node install`.
 case $SLURM_JOB_ID in '' | *[!0-9]*) exit 0 ;; esac
 file={seats}/job-$SLURM_JOB_ID.env
 [ -r "$file" ] || exit 0
 if [ ! -s "$file" ]; then # the Prolog could make the file, and write nothing into it
-  printf '%s\\n' 'export CUDA_VISIBLE_DEVICES=' "print jupyter gpu: this job has no GPU share: the disk of $file is full"
+  printf '%s\\n' 'export CUDA_VISIBLE_DEVICES=' "print jupyter gpu: this job has no GPU share: the disk that holds $file is full"
 fi
 while IFS= read -r line; do
   case $line in
@@ -83,7 +83,7 @@ Environment="PATH={path}"
 ExecStart={command}
 Restart=always
 RestartSec=5
-# It calls scontrol and squeue, and writes seats' files for users: root, but nothing else of the machine.
+# It calls scontrol and squeue, and writes seat files for users. It runs as root, but cannot write to the rest of the machine.
 ProtectSystem=strict
 {writable}
 ProtectHome=yes
@@ -225,7 +225,7 @@ def _change_gres(
         elif not about:
             gres.put_before(line, f"NodeName={others} ")
         else:
-            raise EngineError(f"{line.file}: split the line for {about} in two, because only {where} should have shares")
+            raise EngineError(f"{line.file}: split the line for {about} in two: only {where} should have shares")
     for added in wanted.values():
         gres.add(added)
 

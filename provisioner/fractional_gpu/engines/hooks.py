@@ -54,7 +54,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
         slurm = Slurm(environment.get("SLURMD_NODENAME", ""), timeout_s=settings.controller_s)
         job = slurm.job(number)
         if job is None:
-            raise EngineError(f"Slurm does not know job {number}")
+            raise EngineError(f"Slurm does not know of a job {number}")
         wanted = _wanted(settings, slurm, job, environment)
         if wanted is None:
             return
@@ -86,7 +86,7 @@ def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[s
             files.remove(number)
     except (FractionalGPUError, OSError) as error:
         log(
-            f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: the Epilog could not end its seat, so it ends later: {error}"
+            f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: the Epilog could not end its seat, so the seat will end later: {error}"
         )
 
 
@@ -144,7 +144,7 @@ def _register(
         raise
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: no seat yet: {error}")
-        later = "; it gets one when the node's broker answers" if isinstance(error, BrokerUnavailableError) else ""
+        later = "; it will get one when the node's broker responds" if isinstance(error, BrokerUnavailableError) else ""
         return wanted, [f"this job has no GPU share yet: {error}{later}"]
     log(f"job {seat.job_id}: a seat of {seat.fraction_milli} thousandths in pool {seat.pool!r} for {seat.user!a}")
     return seat, told
@@ -175,5 +175,5 @@ def _device(settings: HookSettings, index: int) -> str:
             if device.index == index:
                 return device.device_id
     raise EngineError(
-        f"Slurm chose GPU {index}, which the broker does not manage: the pools must include all devices of gres.conf"
+        f"Slurm chose GPU {index}, which the broker does not manage: the pools must include all devices in gres.conf"
     )

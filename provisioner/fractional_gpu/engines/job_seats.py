@@ -144,7 +144,7 @@ class SeatFiles:
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.geteuid():
             raise EngineError(
-                f"the folder of seats, {self.folder}, belongs to another user (uid {status.st_uid}); remove it, and it will be "
+                f"the seats folder {self.folder} belongs to another user (uid {status.st_uid}); remove it, and it will be "
                 "created again"
             )
         if status.st_mode & 0o777 != 0o711:
@@ -209,7 +209,7 @@ class SeatFiles:
             "CUDA_VISIBLE_DEVICES": "",
         }
         about = (
-            f"batch jupyter gpu: {format_fraction(wanted.fraction_milli)} GPU for the kernels of environments that have "
+            f"batch jupyter gpu: {format_fraction(wanted.fraction_milli)} GPU for kernels in environments that have "
             "jupyter-fractional-gpu; other kernels and programs see no GPU"
         )
         self._write_environment(wanted.job_id, [*(f"{name}={value}" for name, value in values.items()), about], lines)

@@ -86,7 +86,7 @@ async def ask(call: Awaitable[Any], kind: type[Answer], what: str, right: str) -
             status, body = response.status, await response.read()
     except (aiohttp.ClientError, OpenApiException, TimeoutError, OSError) as error:
         why = str(error) or type(error).__name__
-        raise EngineUnavailableError(f"the Kubernetes API does not answer: {why}") from error
+        raise EngineUnavailableError(f"the Kubernetes API is not responding: {why}") from error
     if not 200 <= status < 300:
         try:
             said = msgspec.json.decode(body, type=_Refusal).message
@@ -128,9 +128,7 @@ async def listed(
 
 
 def _use(verb: str, resource: str) -> tuple[str, str]:
-    right = (
-        f"bind the ClusterRole jupyter-gpu-agent with the verb {verb!r} on {resource!r} to the agent's service account"
-    )
+    right = f"bind the ClusterRole jupyter-gpu-agent, which must allow {verb!r} on {resource!r}, to the agent's service account"
     return f"{verb} {resource}", right
 
 
@@ -215,7 +213,7 @@ class KubernetesEngine:
             except EngineError as error:
                 self._report(str(error))
             except Exception as error:  # noqa: BLE001 - errors of the client for invalid events, and of the connection
-                self._report(f"the watch of this node's pods broke: {str(error) or type(error).__name__}")
+                self._report(f"the watch on this node's pods failed: {str(error) or type(error).__name__}")
             # A watch that repeatedly ends right after it began also counts as a failure.
             failures = failures + 1 if clock() - begun_s < _SHORT_S else 0
             if failures:
@@ -234,7 +232,7 @@ class KubernetesEngine:
 
     def _report(self, trouble: str) -> None:
         if trouble != self._trouble:
-            self._say(trouble or "the API server is answering again; watching the pods of this node")
+            self._say(trouble or "the API server is responding again; watching this node's pods")
             self._trouble = trouble
 
     def read_node(self) -> NodeRecord:

@@ -119,7 +119,7 @@ class PodSeats:
                     with suppress(NotFoundError):
                         client.release_seat(seat.seat_id)
                 if uid not in wanted:
-                    self._say(f"pod {uid} has ended, and its seat with it")
+                    self._say(f"pod {uid} has ended, and so has its seat")
             for uid, pod in wanted.items():
                 if uid not in seated:
                     sentence = self._taken(client, pod)

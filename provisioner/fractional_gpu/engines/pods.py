@@ -45,7 +45,7 @@ def whole_quantity(text: object) -> int:
         return text
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise ValueError(f"{str(text)[:40]!r} is not a quantity; expected a whole number such as '250' or '1k'")
+        raise ValueError(f"{str(text)[:40]!r} is not a valid quantity; expected a whole number such as '250' or '1k'")
     digits, suffix, exponent = found.groups("")
     value = Fraction(digits + exponent) * _SUFFIXES[suffix]
     if value.denominator != 1 or value < 0:

@@ -132,7 +132,7 @@ class Slurm:
 
     def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
         if not _NODE_NAME.fullmatch(node):
-            raise EngineError(f"{node[:80]!r} is not a node name; give the name in slurm.conf (NodeName) with --node")
+            raise EngineError(f"{node[:80]!r} is not a valid node name; give slurm.conf's NodeName with --node")
         self.node = node
         self._timeout_s = timeout_s
 
@@ -154,7 +154,7 @@ class Slurm:
         text = self.call("scontrol", "show", "node", "-d", "-o", self.node)
         found = fields_of(text)
         if found.get("NodeName") != self.node:
-            raise EngineError(f"Slurm returned no record of node {self.node}, but {text[:200]!r}")
+            raise EngineError(f"expected Slurm's record of node {self.node}, but got {text[:200]!r}")
         return found
 
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
@@ -283,7 +283,7 @@ def failed(command: str, said: str, code: int) -> EngineError:
     text = " ".join(_ERROR.sub("", said).split())[:300] or f"exit code {code}"
     if any(fault in said for fault in _FAULTS) and "authentication" not in said.lower():
         return EngineError(f"Slurm refused `{command}`: {text}")
-    return EngineUnavailableError(f"{_daemon_of(command)} does not answer; `{command}` says: {text}")
+    return EngineUnavailableError(f"{_daemon_of(command)} is not responding; `{command}` says: {text}")
 
 
 def fields_of(record: str) -> dict[str, str]:
@@ -305,7 +305,7 @@ def _shown(text: str) -> str:
 def _job(line: str) -> SlurmJob:
     words: Sequence[str] = line.strip().removesuffix(_SEPARATOR).split(_SEPARATOR)
     if len(words) != len(_COLUMNS):
-        raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}")
+        raise EngineError(f"`squeue` printed a line that is not in the requested format: {line[:200]!r}")
     try:
         return SlurmJob(
             job_id=job_number(words[0]),
@@ -317,7 +317,7 @@ def _job(line: str) -> SlurmJob:
             memory_mib=_memory_mib(words[6], words[7]),
         )
     except ValueError:
-        raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}") from None
+        raise EngineError(f"`squeue` printed a line that is not in the requested format: {line[:200]!r}") from None
 
 
 def _memory_mib(allocated: str, nodes: str) -> int | None:

@@ -37,8 +37,8 @@ async def try_memory_limit(
                 within = await ask_probe(process, "grow")
                 if (past, within) != ("full", "grown"):
                     return LimitTrial(
-                        why_not=f"an allocation beyond a test limit reported {past or 'nothing'}, not full, or one below it "
-                        f"{within or 'nothing'}, not grown"
+                        why_not=f"an allocation beyond a test limit reported {past or 'nothing'} (expected full), and one below "
+                        f"it {within or 'nothing'} (expected grown)"
                     )
                 await worker.set_limit(device_id, group, None)
                 return LimitTrial(is_told=is_told)
@@ -53,7 +53,7 @@ def _group() -> Iterator[tuple[str, str]]:
     own = group_of_self()
     folder = mount.folder(own) if mount is not None and own is not None else None
     if folder is None:
-        raise RuntimeError("there are no control groups of version 2")
+        raise RuntimeError("cgroup v2 is not available")
     name = f"jupyter-gpu-trial-{os.getpid()}"
     (folder / name).mkdir()
     try:

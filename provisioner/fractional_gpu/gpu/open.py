@@ -56,7 +56,7 @@ def open_checkpointer(backend: str) -> Checkpointer:
 
 def open_memory_limits(backend: str) -> MemoryLimits:
     if backend != NVIDIA:
-        raise GPUError(GPUErrorCode.NOT_SUPPORTED, "these devices have no memory limits for control groups")
+        raise GPUError(GPUErrorCode.NOT_SUPPORTED, "these devices do not support memory limits for control groups")
     from fractional_gpu.gpu.nvidia.limits import NvidiaMemoryLimits  # noqa: PLC0415 (see above)
 
     return NvidiaMemoryLimits()
@@ -77,7 +77,7 @@ def _kind(backend: str) -> DeviceKind:
         there = ", ".join(repr(one) for one in sorted({NVIDIA, *found.names}))
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,
-            f"there is no kind of device {name!r} (c.GPUBroker.device_kind); this Python environment has {there}; install the package "
+            f"there is no device kind named {name!r} (c.GPUBroker.device_kind); this Python environment has {there}; install the package "
             "that provides it, or name another kind",
         )
     try:
@@ -85,6 +85,6 @@ def _kind(backend: str) -> DeviceKind:
     except (ImportError, AttributeError) as error:
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,
-            f"the kind of device {name!r} cannot be imported from {found[name].value}: {error}; repair or remove that package",
+            f"the device kind {name!r} cannot be imported from {found[name].value}: {error}; repair or remove that package",
         ) from error
     return kind

@@ -115,7 +115,7 @@ class WorkerLink:
 
     def __init__(self, backend: str, *, claim: WorkerClaim | None = None, service: str | None = None) -> None:
         if service is not None and claim is None:
-            raise ValueError("a WorkerLink with `service` needs a claim, too")
+            raise ValueError("a WorkerLink with `service` also needs a claim")
         self.backend = backend
         self._service = service
         self._claim = claim
@@ -248,7 +248,7 @@ class WorkerLink:
             # Do not start a second worker, because both could act on the same process.
             raise GPUError(
                 GPUErrorCode.WORKER_HUNG,
-                f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be suspended or "
+                f"the checkpoint worker {self._unkillable.pid} is hung in the driver and cannot be killed: nothing can be suspended or "
                 "resumed until it is gone; you may have to restart the machine",
             )
         if self._claim is not None and not self._claim.take():

@@ -125,7 +125,7 @@ async def connect(path: str, backend: str, descriptors: Sequence[int], *, patien
     Raises GPUError with the service's error, or WORKER_DIED if no service answers within `patience_s`. Cancellation closes the connection,
     which ends the worker.
     """
-    problem = "it does not reply to the request for a worker"
+    problem = "it did not reply to the request for a worker"
     try:
         async with asyncio.timeout(patience_s):
             while True:
@@ -143,7 +143,7 @@ async def connect(path: str, backend: str, descriptors: Sequence[int], *, patien
     except TimeoutError:
         raise GPUError(
             GPUErrorCode.WORKER_DIED,
-            f"the checkpoint worker's service on {path} does not answer: {problem}; check the container that runs `jupyter gpu node "
+            f"the checkpoint worker's service on {path} is not responding: {problem}; check the container that runs `jupyter gpu node "
             f"worker --socket {path}`",
         ) from None
 
@@ -190,13 +190,13 @@ def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
     if not data:
         raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # the descriptors that were dropped may hold the claim
-        problem: object = f"it has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
+        problem: object = f"such a message has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
     else:
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             problem = error
-    raise GPUError(GPUErrorCode.UNKNOWN, f"this is not a message of a checkpoint worker: {problem} ({data[:100]!r})")
+    raise GPUError(GPUErrorCode.UNKNOWN, f"this is not a message from a checkpoint worker: {problem} ({data[:100]!r})")
 
 
 async def readable(descriptor: int) -> None:

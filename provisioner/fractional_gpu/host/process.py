@@ -81,7 +81,7 @@ def parse_stat(raw: bytes) -> ProcessStat:
             start_time=int(fields[19]),
         )
     except (ValueError, IndexError) as error:
-        raise ValueError(f"/proc/PID/stat has an unexpected form: {raw[:200]!r}") from error
+        raise ValueError(f"/proc/PID/stat has an unexpected format: {raw[:200]!r}") from error
 
 
 def parse_uid(status: bytes) -> int:

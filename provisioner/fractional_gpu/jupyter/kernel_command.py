@@ -208,7 +208,7 @@ _SHOWN = 80  # characters of a bad value to show
 def check_pool_name(name: object) -> str:
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
         allowed = "expected up to 63 letters, digits, dots, dashes and underscores, starting with a letter or digit"
-        raise BadRequestError(f"pool {shown(name)} is not a pool name; {allowed}")
+        raise BadRequestError(f"pool {shown(name)} is not a valid pool name; {allowed}")
     return name
 
 
@@ -273,7 +273,7 @@ def _scalar(value: object) -> str | float:
 def _size(value: object) -> str | int:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         allowed = "expected a positive size such as 512MiB, 20GiB or 20GB"
-        raise ValueError(f"memory {shown(value)} is not a size; {allowed}")  # noqa: TRY004 - the parser's own error
+        raise ValueError(f"memory {shown(value)} is not a valid size; {allowed}")  # noqa: TRY004 - the parser's own error
     return value
 
 

@@ -90,7 +90,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
                 return
             provisioner.take_over(content["provisioner"], manager.get_connection_info(), record)
         except ProcessGoneError as error:
-            self.log.info("A kernel of an earlier server has ended: %s", error)
+            self.log.info("A kernel from an earlier server has ended: %s", error)
             record.remove()
         except (OSError, TypeError, ValueError, KeyError, NoSuchKernel, FractionalGPUError) as error:
             self.log.warning("Could not take over the kernel that %s describes: %r", record.path, error)
@@ -135,7 +135,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         manager.last_activity = self.last_kernel_activity
         KERNEL_CURRENTLY_RUNNING_TOTAL.labels(type=manager.kernel_name).inc()
         IOLoop.current().add_callback(self._watch, kernel_id, manager)
-        self.log.info("Took over kernel %s of an earlier server", kernel_id)
+        self.log.info("Took over kernel %s from an earlier server", kernel_id)
 
     async def _watch(self, kernel_id: str, manager: "_Untyped") -> None:
         if kernel_id in self._kernels:

@@ -230,7 +230,7 @@ def logo(milli: int) -> str:
 
 def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or not name.strip("."):
-        raise BadRequestError(f"{name!r} is not a kernelspec name; expected letters, digits, and . _ -, not only dots")
+        raise BadRequestError(f"{name!r} is not a valid kernelspec name; use letters, digits, and . _ -, not only dots")
     return name.lower()
 
 
@@ -240,7 +240,7 @@ def _base_spec(base: str) -> KernelSpec:
         spec = manager.get_kernel_spec(base)
     except NoSuchKernel:
         there = ", ".join(sorted(manager.find_kernel_specs())) or "none"
-        raise NotFoundError(f"there is no kernelspec {base!r} to copy from; installed: {there}") from None
+        raise NotFoundError(f"there is no kernelspec named {base!r} to copy from; installed: {there}") from None
     if "kernel_provisioner" in (spec.metadata or {}):
         raise BadRequestError(
             f"kernelspec {base!r} cannot be copied, because it already uses a kernel provisioner; name a plain one, such as python3"

@@ -66,7 +66,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         config=True,
         help="""The pool to use if a kernelspec names none.
 
-        The environment variable JUPYTER_GPU_DEFAULT_POOL sets it too.
+        The environment variable JUPYTER_GPU_DEFAULT_POOL also sets it.
 
         Example: c.FractionalGPUProvisioner.default_pool = "teaching"
         """,
@@ -75,7 +75,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         config=True,
         help="""The fraction of a GPU to use if a kernelspec names none.
 
-        The environment variable JUPYTER_GPU_DEFAULT_FRACTION sets it too.
+        The environment variable JUPYTER_GPU_DEFAULT_FRACTION also sets it.
 
         Example: c.FractionalGPUProvisioner.default_fraction = "1/8"
         """,
@@ -404,7 +404,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             if self._is_named_by_kernelspec and not self._is_restart:
                 raise start_error(error) from error
             if isinstance(error, BrokerUnavailableError) and not self._is_restart and not _has_gpu():
-                self.log.warning("Kernel %s starts as an ordinary one, without a GPU lease: %s", self.kernel_id, error)
+                self.log.warning("Kernel %s starts as an ordinary kernel, without a lease: %s", self.kernel_id, error)
                 return None, ""
             return None, self._record_failure(error)
         self._notice = self._lease.notice

@@ -138,7 +138,7 @@ def live_leases(path: Path) -> int:
     with contextlib.closing(connect_existing(path, "ro")) as connection, explained(path, "cannot be read"):
         (owner,) = connection.execute("PRAGMA application_id").fetchone()
         if owner != APPLICATION_ID:
-            raise ledger_error(path, "is a database of another program")
+            raise ledger_error(path, "is a database that belongs to another program")
         _check_contents(path, connection)
         (count,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
     return int(count)
@@ -151,7 +151,7 @@ def _check_folder(path: Path) -> None:
         found = folder.stat()
     if found.st_uid not in {0, os.geteuid()}:
         raise ledger_error(
-            path, f"is in a folder that another user owns (uid {found.st_uid})", "choose a state_dir of the broker's own user"
+            path, f"is in another user's folder (uid {found.st_uid})", "choose a state_dir of the broker's own user"
         )
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         raise ledger_error(
@@ -186,7 +186,7 @@ def _check_files(path: Path) -> None:
     if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
         raise ledger_error(path, "is not a database, or its header is damaged")
     if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        raise ledger_error(path, "is a database of another program", "choose another state_dir")
+        raise ledger_error(path, "is a database that belongs to another program", "choose another state_dir")
 
 
 def _check_contents(path: Path, connection: sqlite3.Connection) -> None:
@@ -207,7 +207,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
         raise ledger_error(
-            path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk"
+            path, "is on a file system that does not support write-ahead logging", "keep the state_dir on a local disk"
         )
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA trusted_schema = OFF")  # triggers in a tampered file call no functions with side effects

@@ -30,7 +30,7 @@ def read_past(path: Path) -> list[PastLease]:
             (application,) = reader.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION_ID:
                 remedy = "name the file ledger.sqlite in a broker's folder"
-                raise ledger_error(path, "is a database of another program", remedy)
+                raise ledger_error(path, "is a database that belongs to another program", remedy)
             leases = {
                 str(lease_id): PastLease(msgspec.json.decode(document, type=LeaseRecord).spec, created_ms, ended_ms)
                 for lease_id, document, created_ms, ended_ms in reader.execute(

@@ -89,7 +89,7 @@ STATES: Final[Mapping[str, StateWords]] = {
     "resuming": StateWords("being resumed", "on its way back to the GPU"),
     "quarantined": StateWords(
         "unknown, under examination",
-        "unknown: the broker is examining the GPU, and leaves this kernel alone until it is done",
+        "unknown: the broker is examining the GPU, and will leave this kernel alone until it has finished",
     ),
     "ended": StateWords("ended", "ended; restart the kernel for a new share, which loses its variables"),
 }
@@ -136,7 +136,7 @@ def lease_deadline(lease: "LeaseStatus") -> str:
 
 def host_deadline(left_ms: int) -> str:
     """Say when the host will become unavailable and what the user should do."""
-    left = f"goes away in {_duration(left_ms)}" if left_ms else "was to go away by now"
+    left = f"goes away in {_duration(left_ms)}" if left_ms else "should have gone away by now"
     return f"its host {left}, with all of its memory: save to a disk that outlives it"
 
 

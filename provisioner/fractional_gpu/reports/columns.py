@@ -18,7 +18,7 @@ SCOPES: Final = {
     "group": "The figures of your group",
     "all": "The figures of all users",
 }
-ADVICE_BASIS: Final = "Based on the recorded days (docs/measuring.md); it changes nothing"
+ADVICE_BASIS: Final = "Based on the recorded days (docs/measuring.md); it does not change any shares"
 _US_PER_HOUR: Final = 3_600_000_000
 _GIB_HOUR: Final = 1024 * 3_600_000
 _MG_PER_KG: Final = 1_000_000

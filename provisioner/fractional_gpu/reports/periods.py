@@ -64,7 +64,7 @@ def _moment(option: str, text: str, now_s: int, zone: tzinfo | None, *, end: boo
         at = at if at.tzinfo is not None else at.replace(tzinfo=zone)
         return int(at.timestamp()) if end else _hour_of(at.astimezone(zone), zone)
     except (ValueError, OverflowError, OSError):
-        raise ValueError(f"{option} {text[:_SHOWN]!r} is not a time; {ALLOWED}") from None
+        raise ValueError(f"{option} {text[:_SHOWN]!r} is not a valid time; {ALLOWED}") from None
 
 
 def _period_of(word: str, now: datetime) -> tuple[datetime, datetime]:

@@ -43,7 +43,7 @@ def read(content: bytes, name: str) -> RowsFile:
     try:
         found = msgspec.json.decode(content, type=RowsFile)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{name} is not a file of metered rows, or not of this version: {error}; {_WRITES}") from None
+        raise ValueError(f"{name} is not a file of metered rows from this version: {error}; {_WRITES}") from None
     for row in found.rows:
         if unknown := sorted(set(row.figures) - set(FIGURES)):
             raise ValueError(

@@ -42,7 +42,7 @@ def run_baseline(
     SimulationError for an unknown name or a session that cannot be served.
     """
     if name not in BASELINES:
-        raise SimulationError(f"there is no baseline {name!r}; choose one of: {', '.join(BASELINES)}")
+        raise SimulationError(f"there is no baseline named {name!r}; choose one of: {', '.join(BASELINES)}")
     hosts = hosts_of(machine)
     if name == "whole-gpu-suspend":
         whole = tuple(_whole_devices(host) for host in hosts)

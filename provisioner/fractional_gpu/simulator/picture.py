@@ -75,14 +75,14 @@ def headline(result: Result, about: RunDescription) -> str:
         said += "no GPU cell waited"
     elif not waits.percentile_ms(95):
         longest = _duration(waits.percentile_ms(100))
-        said += f"{free_percent:g} % of the GPU cells did not wait, and the others at most {longest}"
+        said += f"{free_percent:g} % of the GPU cells did not wait, and the others waited at most {longest}"
     else:
         said += f"95 % of the GPU cells waited at most {_duration(waits.percentile_ms(95))}"
     if late_percent := result.doors.nonzero_percent():
-        said += f"; {late_percent:g} % of the sessions waited to begin, 5 % at least {_duration(result.doors.percentile_ms(95))}"
+        said += f"; {late_percent:g} % of the sessions waited to begin, and 5 % waited at least {_duration(result.doors.percentile_ms(95))}"
     said += f"; whole GPUs for each open session would have taken {plural(about.whole_gpus, 'device')}"
     if result.out_of_memory:
-        said += f"; {plural(result.out_of_memory, 'time')} a cell found too little memory"
+        said += f"; a cell ran out of memory {plural(result.out_of_memory, 'time')}"
     if result.lost:
         said += f"; {plural(result.lost, 'session')} could not finish"
     return said + "."

@@ -127,8 +127,8 @@ def replay(path: Path) -> tuple[int, int]:
                 effects = arbiters[line.host].handle(event)
                 if digest(effects) != line.digest:
                     raise SimulationError(
-                        f"{where}: the arbiter now answers {line.event} with other effects than recorded ({digest(effects)} instead of "
-                        f"{line.digest}); the log is of another release, or a decision is not reproducible"
+                        f"{where}: the arbiter now answers {line.event} with different effects than recorded ({digest(effects)} instead of "
+                        f"{line.digest}); the log is from another release, or a decision is not reproducible"
                     )
                 events_seen, effects_seen = events_seen + 1, effects_seen + len(effects)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -150,7 +150,7 @@ def _begin(path: Path, line: str) -> list[Arbiter]:
     except msgspec.DecodeError:
         head = None
     if head is None or (head.format, head.version) != (_FORMAT, _VERSION):
-        raise TraceError(f"{path} is not an event log of this release; write one with `simulate --set record=FILE`")
+        raise TraceError(f"{path} is not an event log from this release; write one with `simulate --set record=FILE`")
     return [Arbiter(parallel_swaps=host.parallel_swaps) for host in head.hosts]
 
 

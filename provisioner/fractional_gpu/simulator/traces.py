@@ -152,7 +152,7 @@ def _session(row: dict[str, str], cells: Iterable[Cell], known: dict[str, Sessio
         pool=row.get("pool", "").strip(),
     )
     if not session.session_id or session.session_id in known:
-        raise TraceError(f"session is {session.session_id[:40]!r}; expected an id that no other row has")
+        raise TraceError(f"session is {session.session_id[:40]!r}; ids must be unique and not empty")
     if session.close_ms < session.open_ms:
         raise TraceError(f"session {session.session_id[:40]!r} closes before it opens")
     if session.cells and session.cells[0].start_ms < session.open_ms:

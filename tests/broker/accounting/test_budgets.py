@@ -162,7 +162,7 @@ def test_no_new_kernel_begins_where_the_pool_says_so(world: World) -> None:
     world.spend(1000)
     world.keeper.check(party)
     world.over = (Consequence.NO_SEATS,)
-    with pytest.raises(NoRoomError, match="no further server or kernel with a GPU is started") as refused:
+    with pytest.raises(NoRoomError, match="no more servers or kernels with a GPU are started") as refused:
         world.keeper.check(party)
     assert refused.value.reason == "over-budget"
     world.keeper.check(Party("p", "bob"))

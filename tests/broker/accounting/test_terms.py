@@ -7,7 +7,7 @@ from fractional_gpu.config import load
 from fractional_gpu.core.metering.tariffs import Tariff
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-_HELD = "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing."
+_HELD = "the time during which a kernel has memory on a GPU counts, and suspended time costs nothing."
 
 
 def _tariff(**keys: object) -> Tariff:
@@ -21,7 +21,7 @@ def _tariff(**keys: object) -> Tariff:
         ({"price": "0.80 EUR"}, f"A whole GPU costs 0.80 EUR per hour; {_HELD}"),
         (
             {"price": "0.805 EUR", "charge": "busy"},
-            "A whole GPU costs 0.805 EUR per hour; the time in which a kernel runs cells on a GPU counts.",
+            "A whole GPU costs 0.805 EUR per hour; the time during which a kernel runs cells on a GPU counts.",
         ),
         (
             {
@@ -32,14 +32,14 @@ def _tariff(**keys: object) -> Tariff:
             },
             (
                 "A whole GPU costs 0.80 EUR per hour, 1.20 Mon-Fri 08:00-18:00, Sat 10:00-14:00, 0.10 Sun 22:00-06:00; "
-                "the time in which a kernel exists counts, and suspended time gets 80 % of it back."
+                "the time during which a kernel exists counts, and suspended time gets 80 % of it back."
             ),
         ),
         (
             {"price": "1 EUR", "price_hours": {f"{day} 08:00-09:00": 2 for day in _DAYS}},
             (
                 "A whole GPU costs 1.00 EUR per hour, 2.00 Mon 08:00-09:00, 2.00 Tue 08:00-09:00, 2.00 Wed 08:00-09:00, "
-                f"2.00 Thu 08:00-09:00, other prices at 3 more times of the week; {_HELD}"
+                f"2.00 Thu 08:00-09:00, other prices apply at 3 other times of the week; {_HELD}"
             ),
         ),
     ],

@@ -32,9 +32,9 @@ def has(live: LiveBroker, lease: str, owner: str, *, seated: bool = False, charg
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("by=colour", "by is 'colour'; expected any of: hour, day, month, user, group, "),
-        ("by=user,user", "by is 'user,user'; expected any of: "),
-        ("by=USER", "by is 'USER'; expected any of: "),
+        ("by=colour", "invalid value for 'by': 'colour'; choose from hour, day, month, user, group, "),
+        ("by=user,user", "invalid value for 'by': 'user,user'; choose from "),
+        ("by=USER", "invalid value for 'by': 'USER'; choose from "),
         ("since_s=yesterday", "in the query: Expected `int`, got `str` - at `$.since_s`"),
         ("since_s=-1", "Expected `int` >= 0 - at `$.since_s`"),
         ("until_s=1.5", "Expected `int`, got `str`"),

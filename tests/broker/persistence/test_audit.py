@@ -248,4 +248,4 @@ async def test_a_broker_says_at_its_start_that_the_log_cannot_be_written(
     log.path.unlink()
     log.path.mkdir()
     await log.check()
-    assert "administrators' actions are refused until it can" in caplog.text
+    assert "administrators' actions are refused until it is writable" in caplog.text

@@ -132,7 +132,7 @@ def test_in_a_job_or_pod_no_broker_starts_by_itself(
     monkeypatch.delenv(IN_WORKLOAD, raising=False)
     monkeypatch.setenv(name, value)
     socket = str(tmp_path / "broker.sock")
-    with pytest.raises(BrokerUnavailableError, match=f"none is started within {said}") as refused:
+    with pytest.raises(BrokerUnavailableError, match=f"none is started inside {said}") as refused:
         ensure_broker(socket)
     assert refused.value.reason == "in-workload"
     assert "jupyter gpu broker --service" in str(refused.value)

@@ -84,7 +84,7 @@ def foreign(path: Path) -> None:
         (emptiness, ["is empty (zero bytes)", "restore a backup"]),
         (folder, ["cannot be opened for writing: ", "Is a directory", "choose another state_dir"]),
         (newer, ["was written by another version (schema 999", "install that version again"]),
-        (foreign, ["is a database of another program", "choose another state_dir"]),
+        (foreign, ["is a database that belongs to another program", "choose another state_dir"]),
     ],
 )
 def test_an_unreadable_ledger_stops_the_broker_and_is_left_as_it_is(

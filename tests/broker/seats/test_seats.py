@@ -237,7 +237,7 @@ def test_a_full_pool_lets_wait_first_come_first_served(live: LiveBroker) -> None
         waiting = [next(iter(line)) for line in lines]
         assert [line.position for line in waiting] == [1, 2]
         assert "has promised 1 GiB of the 1 GiB that it may promise" in waiting[0].sentence
-        assert waiting[1].sentence == "1 other waits before you for a place in pool 'default'"
+        assert waiting[1].sentence == "1 other is waiting ahead of you for a place in pool 'default'"
         with client_of(small) as hub:
             assert hub.seats().waiting == {"default": 2}
             hub.release_seat(holder.seat_id)
@@ -414,7 +414,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str, list[str]]] = [
         "pool-group",
         ["staff", "students"],
     ),
-    ({"groups": {"staff": {}}}, {}, "pool-group", ["staff", "no group"]),
+    ({"groups": {"staff": {}}}, {}, "pool-group", ["staff", "not in any group"]),
     ({"hours": f"{CLOSED} 08:00-08:30"}, {}, "pool-closed", [f"{CLOSED} 08:00;"]),
     ({"user_limits": {"fraction": "1/2"}}, {"fraction_milli": 750}, "user-limit", ["3/4", "1/2"]),
     (
@@ -498,7 +498,7 @@ def test_offers_leave_out_the_pools_of_others_and_say_why_one_is_closed() -> Non
         offers = client.offers(OfferRequest(owner="ada", groups=["staff"]))
     assert (offers.default_pool, offers.default_fraction_milli) == ("", 0)
     (pool,) = offers.pools
-    assert "is closed now" in pool.why_not
+    assert "is currently closed" in pool.why_not
 
 
 def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
@@ -510,7 +510,7 @@ def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
         assert count > 4, "more than the caps alone would allow"
         refused = take(live, owner="one more")
         assert refused.reason == "pool-full"
-        assert f"{count} servers use it" in refused.sentence
+        assert f"{count} servers are using it" in refused.sentence
         assert "of the cells would wait longer than 30 s for the GPU (5 % are allowed)" in refused.sentence
         offer = client.offers(OfferRequest(owner="one more")).pools[0].fractions[1]
         assert (offer.free, offer.sentence) == (False, "full now")

@@ -78,7 +78,7 @@ def test_only_the_jobs_own_processes_use_its_seat(live: LiveBroker) -> None:
             assert f"runs in Slurm job {other}" in refused["error"]["message"]
         outside = live.call("POST", "/v1/leases", {"fraction_milli": 125, "seat": seat.seat_id}, token=seat.token)
         assert outside.error["reason"] == "other-workload"
-        assert "in no job" in outside.error["message"]
+        assert "of any job or pod" in outside.error["message"]
         with client_in(group, live) as own:
             status, lease = lease_on(own, seat)
             assert status == 200, lease

@@ -107,7 +107,7 @@ def test_a_service_that_fails_says_neither_yes_nor_no(status: int) -> None:
 def test_a_service_that_is_not_there_says_neither_yes_nor_no() -> None:
     with metadata(lambda *_: (200, "")) as root:
         pass
-    with pytest.raises(UnreadableNoticeError, match="does not answer"):
+    with pytest.raises(UnreadableNoticeError, match="is not responding"):
         read_notice(root + AWS)
 
 
@@ -174,7 +174,7 @@ def test_a_source_that_cannot_be_read_withdraws_nothing(
 
     def read(_: Path | str) -> Notice | None:
         if not answers:
-            raise UnreadableNoticeError("it does not answer")
+            raise UnreadableNoticeError("it is not responding")
         return answers.pop()
 
     monkeypatch.setattr(revocation_notice, "read_notice", read)

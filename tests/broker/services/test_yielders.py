@@ -201,16 +201,16 @@ def test_twenty_waiting_cells_ask_once(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("fault", "outcome"),
     [
-        ("hang", "it has not answered within 0.3 s"),
-        ("drip", "it has not answered within 0.3 s"),
-        ("huge", "it does not answer (HTTPStreamClosedError)"),
-        ("continue", "it does not answer (HTTPStreamClosedError)"),
-        ("headers", "it does not answer (UnsatisfiableReadError)"),
-        ("garbage", "it does not answer (HTTPStreamClosedError)"),
-        ("redirect", "it answered with status 302"),
-        ("refuse", "it answered with status 403"),
-        ("nonsense", "it does not say what is loaded"),
-        ("deep", "it does not say what is loaded"),
+        ("hang", "it did not respond within 0.3 s"),
+        ("drip", "it did not respond within 0.3 s"),
+        ("huge", "it is not responding (HTTPStreamClosedError)"),
+        ("continue", "it is not responding (HTTPStreamClosedError)"),
+        ("headers", "it is not responding (UnsatisfiableReadError)"),
+        ("garbage", "it is not responding (HTTPStreamClosedError)"),
+        ("redirect", "it responded with status 302"),
+        ("refuse", "it responded with status 403"),
+        ("nonsense", "it does not report what is loaded"),
+        ("deep", "it does not report what is loaded"),
     ],
 )
 def test_a_server_that_misbehaves_costs_little_and_nothing_else(

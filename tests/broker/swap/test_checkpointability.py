@@ -86,7 +86,7 @@ async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked()
         swaps = swaps_of(driver, check=partial(why_not_checkpointable, Arbiter()))
         outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.IMPOSSIBLE
-    assert f"process {pid} computes through the MPS server" in sentence
+    assert f"process {pid} is a client of the MPS server" in sentence
     assert driver.calls == []
 
 

@@ -75,7 +75,7 @@ async def test_a_gate_that_does_not_answer_is_no_veto_once_the_counters_were_qui
         swaps = impatient(driver, counters)
         outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
         assert outcome is SuspendOutcome.ABORTED
-        assert "does not answer" in sentence
+        assert "is not responding" in sentence
         assert driver.calls == []
         counters.quiet = True
         outcome, saved_mib, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))

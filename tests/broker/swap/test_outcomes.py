@@ -41,7 +41,7 @@ async def suspend(step: str, code: GPUErrorCode, leaves: ProcessState | None = N
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     worded = {
         GPUErrorCode.NOT_READY: "is still working on the GPU",
-        GPUErrorCode.NOT_INITIALIZED: "the driver does not know the process",
+        GPUErrorCode.NOT_INITIALIZED: "is unknown to the driver",
     }
     assert (worded.get(code, "failed as told") if step == "lock" else "failed as told") in sentence
     return outcome, driver

@@ -67,7 +67,7 @@ def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
         (not_ready, SuspendOutcome.ABORTED, "is still working on the GPU"),
         (not_permitted, SuspendOutcome.IMPOSSIBLE, "lock failed as told"),
         (checkpoint_refused, SuspendOutcome.IMPOSSIBLE, "checkpoint failed as told"),
-        (checkpoint_lies, SuspendOutcome.IMPOSSIBLE, "after a checkpoint that it reported as done"),
+        (checkpoint_lies, SuspendOutcome.IMPOSSIBLE, "the driver reported the checkpoint as done"),
         (uncounted, SuspendOutcome.REFUSED, "no device reports how much memory"),
         (busy_already, SuspendOutcome.ABORTED, "the kernel became busy"),
     ],

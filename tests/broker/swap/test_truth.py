@@ -188,7 +188,7 @@ async def test_a_failed_process_leaves_its_kernel_in_quarantine_with_a_sentence_
         truth = await swaps_of(driver).truth(kernel, DEVICE, 600)
         assert truth is not None
         assert (truth.state, truth.device_id, truth.saved_mib) == (LeaseState.QUARANTINED, DEVICE, 600)
-        assert f"an uncorrectable error of process {pids[0]}:" in truth.sentence
+        assert f"an uncorrectable error in process {pids[0]}:" in truth.sentence
         assert "restart the kernel" in truth.sentence
         assert "restore" not in [name for name, _ in driver.calls]
 

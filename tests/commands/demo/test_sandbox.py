@@ -47,7 +47,7 @@ def test_inside_everything_is_the_sandboxs_and_outside_nothing_is_left(monkeypat
 def test_a_broker_that_does_not_start_says_why() -> None:
     with (
         open_sandbox(keep=False) as sandbox,
-        pytest.raises(BrokerUnavailableError, match=r"^simulated devices '0x1GiB' are"),
+        pytest.raises(BrokerUnavailableError, match=r"^the simulated devices '0x1GiB' are"),
     ):
         sandbox.start_broker(simulate="0x1GiB", device=0)
 

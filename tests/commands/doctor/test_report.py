@@ -50,7 +50,7 @@ HAS_GPU, NO_GPU = ok("driver", "580"), warning("driver", "no GPU was found: no d
 @pytest.mark.parametrize(
     ("findings", "specs", "step"),
     [
-        ([NO_GPU, WORST], [SIMULATED], "fix the error in the check `ledger`: restore a backup"),
+        ([NO_GPU, WORST], [SIMULATED], "fix the error found by the check `ledger`: restore a backup"),
         ([NO_GPU], [], "`jupyter gpu demo`"),
         ([NO_GPU], [REAL], "`jupyter gpu demo`"),
         ([NO_GPU], [REAL, SIMULATED], "choose the kernel '1/4 simulated'"),

@@ -72,7 +72,7 @@ def test_the_smallest_share_that_suffices_is_named_and_what_is_not_known_of_smal
     findings = [ALONE, found(500, 1.0, 0.98, 1.02), found(250, 1.03, 1.01, 1.05), UNKNOWN]
     said = sentences(findings, 1.1)
     assert said[2] == "1/4 next to 3 others: 3 % slower than alone (1 to 5 %), a quarter of the cost"
-    assert said[3] == "1/8 next to 7 others: unknown: no room"
+    assert said[3] == "1/8 next to 7 others: unknown (no room)"
     assert said[4] == (
         "1/4 is enough (at most 10 % slower than alone), even on a full device. It is unknown whether 1/8 is enough."
     )

@@ -212,7 +212,7 @@ def test_others_who_begin_to_work_end_the_step_though_their_memory_was_there_bef
 
 def test_memory_that_comes_or_goes_ends_the_step(make: Make) -> None:
     step, _ = make(Program("one"), strangers_mib=lambda at_s: 300 if at_s > 0.7 else 0)
-    with pytest.raises(DisturbedError, match="came, left or changed"):
+    with pytest.raises(DisturbedError, match="memory use by others on the device changed"):
         step.run()
 
 

@@ -99,7 +99,7 @@ def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cel
 def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:
     suspended = changed(OURS, state="suspending")
     assert disturbance(host(suspended), [tenant], "gpu-0", "default") == (
-        "a program of this step lost the device (its lease was suspending)"
+        "a program in this step lost the device (its lease was suspending)"
     )
 
 

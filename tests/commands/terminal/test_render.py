@@ -37,7 +37,7 @@ def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:
         leases=[
             a_lease(label="train the large one, with all of last year's pictures", busy=True, pinned_ms=90_000),
             a_lease(
-                lease_id="77aa00bb11cc", position=1, sentence="4 GiB are needed, 1 GiB are free on the roomiest device"
+                lease_id="77aa00bb11cc", position=1, sentence="4 GiB is needed, 1 GiB is free on the roomiest device"
             ),
         ],
     )

@@ -94,7 +94,7 @@ def test_a_share_that_was_full_says_that_the_need_was_not_seen() -> None:
     assert suggested(advice) == (Verdict.LARGER, 750), "full on each day: of the need nothing is known but its least"
     assert (advice.present.short_days, advice.risk.short_days, advice.risk.unknown_days) == (5, 0, 5)
     assert advice.risk.short_milli == 6000 // 7
-    assert "this one may have been too small, too" in sentence(advice)
+    assert "this one may also have been too small" in sentence(advice)
 
 
 def test_one_full_day_is_followed_by_others() -> None:
@@ -121,7 +121,9 @@ def test_advice_that_was_taken_is_followed_up_and_not_repeated_where_it_was_wron
     assert good.verdict is Verdict.KEEP
     assert good.follow_up is not None
     assert (good.follow_up.days, good.follow_up.full_days, good.follow_up.peak_mib) == (4, 0, 9000)
-    assert sentence(good) == "Since the suggested change from 1 to 1/8 GPU: at most 8.8 GiB on 4 days, never full"
+    assert (
+        sentence(good) == "Since the suggested change from 1 to 1/8 GPU: at most 8.8 GiB used over 4 days, never full"
+    )
 
     record = [*before, *(day(8 + one, 10_000, EIGHTH) for one in range(2))]
     bad = advise(record, EIGHTH, OFFERS, given=taken)

@@ -275,7 +275,7 @@ async def test_the_schedulers_reason_is_shown_while_a_pod_waits(api: Api, monkey
     await spawner.gpu_take(spawner.gpu_choice({"pool": "default", "fraction": "1/4"}))
     first, second = [sentence async for sentence in spawner.gpu_queue()]
     assert first.startswith(
-        "No node has 1/4 GPU of pool default free right now. Your server waits in the cluster's queue"
+        "No node has 1/4 GPU of pool default free right now. Your server is waiting in the cluster's queue"
     )
     assert "Insufficient fractional-gpu.jupyter.org/default" in first
     assert second.endswith("[Normal] Pulling image")

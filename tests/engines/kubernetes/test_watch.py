@@ -98,7 +98,7 @@ def test_a_server_that_fails_is_asked_again_and_its_pods_stay(
     server.put(pod_of(2))
     until_pods(engine, 1, 2)
     assert said[0] == "the Kubernetes API cannot watch pods at the moment (503: Failure: busy)"
-    assert said[-1] == "the API server is answering again; watching the pods of this node"
+    assert said[-1] == "the API server is responding again; watching this node's pods"
     assert len(said) == 3, "each trouble is said once"
 
 
@@ -112,7 +112,7 @@ def test_a_wrong_token_and_a_server_that_is_not_there_are_told_apart(server: Api
     settings.host = "http://127.0.0.1:1"
     with KubernetesEngine(settings, NODE, ("default",), said.append) as engine:
         until(engine, lambda: said, "it says why")
-    assert said[0].startswith("the Kubernetes API does not answer: ")
+    assert said[0].startswith("the Kubernetes API is not responding: ")
 
 
 # -- the node --------------------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_a_broker_that_does_not_know_the_lease_fails_the_cell(kernel: RunningKer
 
 def test_an_hour_is_over_and_the_kernel_asks_again(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     request = kernel.send("print('ran')")
-    broker.stream("acquire").refused("no GPU within the time allowed", reason="timeout")
+    broker.stream("acquire").refused("no GPU became free in time", reason="timeout")
     broker.stream("acquire", 2).granted()
     assert kernel.finish(request).printed == "ran\n"
 

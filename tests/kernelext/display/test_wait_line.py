@@ -18,13 +18,13 @@ def test_place_forecast_reason_and_what_comes_next_are_said() -> None:
         low_ms=10_000,
         high_ms=120_000,
         reason="wait.busy-neighbour",
-        sentence="20 GiB are needed, 4 GiB are free; 1 kernel is running a cell",
+        sentence="20 GiB is needed, 4 GiB is free; 1 kernel is running a cell",
     )
     shown = [
         "place 2",
         "40 s",
         "10 s to 2 min",
-        "20 GiB are needed, 4 GiB are free",
+        "20 GiB is needed, 4 GiB is free",
         "saved to host memory",
         "Interrupt",
     ]
@@ -54,12 +54,12 @@ def test_a_larger_share_that_is_waited_for_says_so() -> None:
 def test_programs_get_the_same_as_numbers_and_codes() -> None:
     progress = Progress(
         kind="waiting", position=2, expected_ms=40_000, low_ms=10_000, high_ms=60_000, reason="wait.busy-neighbour",
-        sentence="20 GiB are needed", blockers=("a",),
+        sentence="20 GiB is needed", blockers=("a",),
     )  # fmt: skip
     (data,) = wait_bundle(progress, waited_s=25, age_s=20).values()
     assert data == {
         "version": 1, "position": 2, "expected_ms": 20_000, "low_ms": 0, "high_ms": 40_000, "waited_ms": 25_000,
-        "reason": "wait.busy-neighbour", "sentence": "20 GiB are needed", "blockers": ["a"],
+        "reason": "wait.busy-neighbour", "sentence": "20 GiB is needed", "blockers": ["a"],
     }  # fmt: skip
     (data,) = wait_bundle(Progress(kind="waiting"), waited_s=0, age_s=0).values()
     assert (data["position"], data["expected_ms"], data["blockers"]) == (None, None, [])

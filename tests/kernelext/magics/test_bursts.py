@@ -85,7 +85,7 @@ def test_an_interrupt_while_it_waits_for_its_share_gives_up(kernel: RunningKerne
     broker.held["resize"] = threading.Event()
     request = kernel.send("%%gpu 1\nprint('ran')")
     broker.stream("events").send(broker.host_status(position=1, sentence="lease-2 runs a cell"))
-    kernel.until_shown(request, "This kernel waits for its new share, place 1 in the queue: lease-2 runs a cell.")
+    kernel.until_shown(request, "This kernel is waiting for its new share, place 1 in the queue: lease-2 runs a cell.")
     kernel.interrupt()
     broker.wait_for(lambda: len(sizes(broker)) == 2)
     broker.held["resize"].set()

@@ -117,9 +117,9 @@ def test_suspend_asks_when_the_cell_is_over_and_tells_the_result_in_its_place(
 
 
 def test_a_suspend_that_is_refused_says_why(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    broker.fail["suspend"] = ConflictError("host memory is short: 2 GiB are needed, 1 GiB is left")
+    broker.fail["suspend"] = ConflictError("host memory is short: 2 GiB is needed, 1 GiB is left")
     request = kernel.send("%gpu suspend")
-    kernel.until_shown(request, "Not suspended: host memory is short: 2 GiB are needed, 1 GiB is left")
+    kernel.until_shown(request, "Not suspended: host memory is short: 2 GiB is needed, 1 GiB is left")
 
 
 def test_suspend_in_a_subshell_does_not_wait_for_a_main_shell_that_stands_still(
@@ -242,12 +242,12 @@ def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKern
     broker.stream("acquire").granted()
     follower = broker.stream("events")
     waits = broker.host_status(
-        position=2, sentence="10 GiB are needed", expected_ms=30_000, expected_bounds_ms=(20_000, 90_000)
+        position=2, sentence="10 GiB is needed", expected_ms=30_000, expected_bounds_ms=(20_000, 90_000)
     )
     follower.send(waits)
     kernel.until_shown(
         request,
-        "waits for its new share, place 2 in the queue, about 30 s more (20 s to 2 min): 10 GiB are needed.",
+        "is waiting for its new share, place 2 in the queue, about 30 s more (20 s to 2 min): 10 GiB is needed.",
     )
     kernel.interrupt()
     assert kernel.finish(request).error[0] == "KeyboardInterrupt"
@@ -321,7 +321,7 @@ def test_an_urgent_notice_is_shown_while_the_cell_runs_and_stays(kernel: Running
     gate = broker.stream("gate")
     request = kernel.send("print(input())", allow_stdin=True)
     kernel.client.get_stdin_msg(timeout=DEADLINE_S)
-    sentence = "The GPU of this kernel goes away in 2 min."
+    sentence = "This kernel's GPU goes away in 2 min."
     gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence=sentence, urgent=True))
     kernel.until_shown(request, sentence)
     kernel.client.input("typed")
@@ -361,11 +361,11 @@ def test_a_notice_takes_the_place_of_an_earlier_one_about_the_same(
         gate.send(notice)
         assert broker.answer_to(number) == "done"
 
-    told(1, "The GPU of this kernel goes away in 2 min.")
-    told(2, "The GPU of this kernel does not go away after all.")
+    told(1, "This kernel's GPU goes away in 2 min.")
+    told(2, "This kernel's GPU will not go away after all.")
     request = kernel.send("1")
-    assert kernel.finish(request).shown == ["[gpu] The GPU of this kernel does not go away after all."]
-    told(3, "The GPU of this kernel goes away in 3 min.")
+    assert kernel.finish(request).shown == ["[gpu] This kernel's GPU will not go away after all."]
+    told(3, "This kernel's GPU goes away in 3 min.")
     told(4, "Now it stays.")
     messages = kernel.until_published(
         request, lambda published: any("Now it stays." in str(one["content"]) for one in published)

@@ -64,7 +64,7 @@ def test_it_is_renewed_until_the_broker_refuses_and_then_says_so(
     broker.wait_for(lambda: len(durations(broker)) >= 3)
     assert set(durations(broker)) == {1_800_000}
     broker.fail["pin"] = ConflictError("the budget of 8 h a day is spent", reason="pin-budget")
-    assert said.get(timeout=60) == "This kernel's pin is no longer renewed: the budget of 8 h a day is spent"
+    assert said.get(timeout=60) == "This kernel's pin is no longer being renewed: the budget of 8 h a day is spent"
 
 
 def test_a_broker_that_is_away_is_asked_again(

@@ -362,7 +362,7 @@ async function live() {
     try {
       await follow();
     } catch (error) {
-      setProblem(error instanceof Refused ? error.message.replace(/\.$/, "") : "the page's service does not answer");
+      setProblem(error instanceof Refused ? error.message.replace(/\.$/, "") : "the page's service is not responding");
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }

@@ -47,8 +47,8 @@ _SOME_S: Final = 7200
 _DAY_S: Final = 86_400
 _WHAT_FOLLOWS = {
     Consequence.LOWER_PRIORITY: "other kernels go first",
-    Consequence.WHEN_FREE: "kernels get a GPU only while no other user waits for one",
-    Consequence.NO_SEATS: "no further server or kernel with a GPU is started",
+    Consequence.WHEN_FREE: "kernels get a GPU only while no other user is waiting for one",
+    Consequence.NO_SEATS: "no more servers or kernels with a GPU are started",
 }
 
 

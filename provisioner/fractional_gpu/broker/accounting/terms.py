@@ -11,16 +11,16 @@ _MOST_BANDS: Final = 4  # bands to list at most; a pool may have many more
 def charge_terms(tariff: Tariff) -> str:
     credit = "costs nothing" if tariff.credit_milli == 1000 else f"gets {tariff.credit_milli / 10:g} % of it back"
     basis = {
-        Basis.HELD: "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing",
-        Basis.BUSY: "the time in which a kernel runs cells on a GPU counts",
-        Basis.RESERVED: f"the time in which a kernel exists counts, and suspended time {credit}",
+        Basis.HELD: "the time during which a kernel has memory on a GPU counts, and suspended time costs nothing",
+        Basis.BUSY: "the time during which a kernel runs cells on a GPU counts",
+        Basis.RESERVED: f"the time during which a kernel exists counts, and suspended time {credit}",
     }[tariff.basis]
     if not tariff.currency:
         return f"No price is set; {basis}."
     prices = [f"{_amount(tariff.price_milli)} {tariff.currency} per hour"]
     prices += [f"{_amount(band.price_milli)} {band.hours}" for band in tariff.bands[:_MOST_BANDS]]
     if (more := len(tariff.bands) - _MOST_BANDS) > 0:
-        prices.append(f"other prices at {plural(more, 'more time')} of the week")
+        prices.append(f"other prices apply at {plural(more, 'other time')} of the week")
     return f"A whole GPU costs {', '.join(prices)}; {basis}."
 
 

@@ -49,7 +49,7 @@ async def _usage(call: Call[UsageQuery]) -> UsageReport:
     by = tuple(one for one in query.by.split(",") if one)
     if not set(by) <= set(USAGE_BY) or len(set(by)) < len(by):
         raise BadRequestError(
-            f"by is {query.by[:MAX_NAME]!r}; expected any of: {', '.join(USAGE_BY)}, each at most once",
+            f"invalid value for 'by': {query.by[:MAX_NAME]!r}; choose from {', '.join(USAGE_BY)}, each at most once",
             reason="bad-query",
         )
     asked = {name: getattr(query, name) for name in USAGE_ONLY}

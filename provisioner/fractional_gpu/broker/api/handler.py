@@ -81,8 +81,8 @@ class Call(Generic[Request]):
         name, cause = self.peer.acting_for, self.handler.request.headers.get(CAUSE, "")
         cause = cause if _CAUSE.fullmatch(cause) else ""
         if view is None or name == view.spec.owner or not is_of_another_user(self.peer, self.kernel, view):
-            return cause or "a request of its user"
-        return f"{cause or 'a request'} of administrator {name or user_name(self.peer.credentials.uid)}"
+            return cause or "a request by its user"
+        return f"{cause or 'a request'} by administrator {name or user_name(self.peer.credentials.uid)}"
 
 
 class Text(NamedTuple):

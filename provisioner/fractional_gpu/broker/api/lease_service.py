@@ -117,7 +117,7 @@ class LeaseService:
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
-                f"the broker lost its record of this kernel, but variables are kept; {REMEDY}", reason="lost-lease"
+                f"the broker lost its record of this kernel, but the variables are kept; {REMEDY}", reason="lost-lease"
             )
         kernel = self.broker.kernels.get(lease_id)
         itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)
@@ -128,7 +128,7 @@ class LeaseService:
                 reason="unknown-lease",
             )
         if peer.token is not None and not self._is_token_of(peer, peer.token, kernel, own=own):
-            raise UnauthorizedError("the request's token is not the token of this lease", reason="foreign-token")
+            raise UnauthorizedError("the request's token is not this lease's token", reason="foreign-token")
         if own and peer.token is None and not itself:
             raise UnauthorizedError(
                 "this request needs the lease's token in an `Authorization: Bearer TOKEN` header", reason="no-token"
@@ -266,7 +266,7 @@ class LeaseService:
                 while True:
                     change, view = kernel.change(), self.broker.arbiter.lease(kernel.lease_id)
                     if view is None:
-                        raise NoRoomError("the lease ended while it waited for a GPU")
+                        raise NoRoomError("the lease ended while it was waiting for a GPU")
                     if view.device_id is not None and view.state in (LeaseState.UNATTACHED, LeaseState.RESIDENT):
                         return view.device_id
                     await change.wait()

@@ -270,7 +270,7 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
         )
     text = headers.get("Content-Length", "0")
     if not (text.isascii() and text.isdigit()):
-        raise BadRequestError("the Content-Length is not a number of bytes", reason="bad-length")
+        raise BadRequestError("the Content-Length is not a valid byte count", reason="bad-length")
     if len(text) > _LONGEST_NUMBER or int(text) > MAX_BODY_BYTES:
         raise RequestTooLargeError(f"the body is too large ({text[:40]} bytes); the maximum is {MAX_BODY_BYTES}")
     return int(text)
@@ -285,8 +285,8 @@ async def _take_turn(account: Account, *, reserved: bool) -> None:
     except TimeoutError:
         retry_s = max(1, math.ceil(-account.left_s / account.share))
         raise TooManyRequestsError(
-            f"{account.name} is sending more requests than the broker handles for one user ({COST_SHARE:.0%} of a processor); try again in "
-            f"{retry_s} s, or find the program that is sending them",
+            f"{account.name} is sending more requests than the broker accepts from one user ({COST_SHARE:.0%} of a processor); try again "
+            f"in {retry_s} s, or find the program that is sending them",
             reason="too-many-requests",
             retry_s=retry_s,
         ) from None
@@ -445,7 +445,7 @@ class PausingListener(socket.socket):
             loop = IOLoop.current()
             loop.update_handler(self.fileno(), 0)
             self._paused = loop.call_later(_PAUSE_S, loop.update_handler, self.fileno(), IOLoop.READ)
-            raise BlockingIOError(errno.EAGAIN, "no descriptor is free") from error
+            raise BlockingIOError(errno.EAGAIN, "no file descriptor is free") from error
         self._accepted += 1
         return accepted
 
@@ -464,7 +464,7 @@ def drain_claim_queries(claim: NameClaim) -> None:
         try:
             claim.drain()
         except OSError as error:
-            log.error("cannot read who asks for a device: %s; retrying in %g s", error, _PAUSE_S)  # noqa: TRY400 - a traceback adds nothing
+            log.error("cannot read which processes are asking about a device: %s; retrying in %g s", error, _PAUSE_S)  # noqa: TRY400 - a traceback adds nothing
             loop.remove_reader(claim.fileno())
             loop.call_later(_PAUSE_S, drain_claim_queries, claim)
 

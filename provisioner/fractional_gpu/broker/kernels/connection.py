@@ -110,7 +110,7 @@ def _check_folder(folder: Path, uid: int) -> None:
         real = Path(os.path.realpath(folder, strict=True))
         own = real.stat()
         if not stat.S_ISDIR(own.st_mode) or own.st_uid != uid:
-            why = f"is not a folder that the kernel's user (uid {uid}) owns"
+            why = f"is not a folder owned by the kernel's user (uid {uid})"
         elif own.st_mode & _WRITABLE:
             why = f"can be written to by other users (mode {stat.S_IMODE(own.st_mode):04o})"
         for one in real.parents:

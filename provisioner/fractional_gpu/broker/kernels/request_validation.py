@@ -45,8 +45,8 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
     pools = arbiter.pools()
     pool = pools.get(request.pool)
     if pool is None:
-        names = ", ".join(sorted(pools)) or "none: this broker manages no devices"
-        raise BadRequestError(f"there is no pool {request.pool[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
+        names = "pools: " + (", ".join(sorted(pools)) or "none: this broker manages no devices")
+        raise BadRequestError(f"there is no pool named {request.pool[:MAX_NAME]!r}; {names}", reason="unknown-pool")
     check_kind(request.kind, KERNEL, COMMAND, CLAIM)
     if not request.fraction_milli and request.memory_mib is not None:
         request = structs.replace(request, fraction_milli=_covering_milli(arbiter, pool, request.memory_mib))

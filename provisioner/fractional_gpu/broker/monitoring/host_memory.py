@@ -147,7 +147,7 @@ class OomProtection:
         try:
             await asyncio.to_thread(self._apply, self._wanted())
         except (OSError, ValueError) as error:
-            log.warning("cannot update the out-of-memory killer's adjustments: %s", error)
+            log.warning("cannot update OOM score adjustments: %s", error)
 
     def _wanted(self) -> Wanted:
         found = {}
@@ -196,7 +196,7 @@ class OomProtection:
         if now > target and not self._reported:
             self._reported = True
             log.info(
-                "this broker is not permitted to lower the out-of-memory killer's adjustment of process %d from %d below %d (it lacks "
+                "this broker is not permitted to lower the OOM score adjustment of process %d from %d to below %d (it lacks "
                 "CAP_SYS_RESOURCE): if memory runs out, Linux may end a suspended kernel because of the memory that it saved",
                 *(identity.pid, was, now),
             )
@@ -234,7 +234,7 @@ class OomProtection:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning("cannot read which out-of-memory adjustments an earlier broker changed: %s", error)
+            log.warning("cannot read which OOM score adjustments an earlier broker changed: %s", error)
             return
         for one in found:
             with suppress(OSError):
@@ -250,8 +250,8 @@ def protect_this_process() -> None:
     try:
         if adjustment(me) > _OWN_ADJUSTMENT:
             log.info(
-                "the out-of-memory killer's adjustment of the broker and its worker is %d",
+                "the broker and its worker have an OOM score adjustment of %d",
                 lower(identify(me), _OWN_ADJUSTMENT),
             )
     except (OSError, ValueError) as error:
-        log.warning("cannot set the broker's out-of-memory adjustment: %s", error)
+        log.warning("cannot set the broker's OOM score adjustment: %s", error)

@@ -135,7 +135,7 @@ class AuditLog:
             refused = (
                 "administrators' actions are refused" if self._required else "administrators' actions are not recorded"
             )
-            log.warning("the audit log %s cannot be written (%s): %s until it can", self.path, error, refused)
+            log.warning("cannot write to the audit log %s (%s); %s until it is writable", self.path, error, refused)
 
     async def prune(self) -> None:
         try:
@@ -165,11 +165,11 @@ class AuditLog:
         except OSError as error:
             line = act.line(outcome).decode().strip()
             if not self._required:
-                log.warning("the audit log %s cannot be written (%s); it lacks this line: %s", self.path, error, line)
+                log.warning("cannot write to the audit log %s (%s); missing line: %s", self.path, error, line)
                 return
-            log.error("the audit log %s cannot be written (%s): %s", self.path, error, line)  # noqa: TRY400
+            log.error("cannot write to the audit log %s (%s): %s", self.path, error, line)  # noqa: TRY400
             raise InternalBrokerError(
-                f"the audit log {self.path} cannot be written ({error.strerror or error}), so {what_is}; free some space, or set "
+                f"cannot write to the audit log {self.path} ({error.strerror or error}), so {what_is}; free some space, or set "
                 "c.GPUBroker.audit_required = False",
                 reason="audit-log",
             ) from error

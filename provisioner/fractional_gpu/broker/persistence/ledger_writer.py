@@ -202,7 +202,7 @@ class LedgerWriter:
             self.trouble = ""
         if self.trouble != before:
             if not self.trouble:
-                log.info("the ledger can be written again")
+                log.info("the ledger is writable again")
             self._trouble_changed()
 
     def _look_again(self) -> None:

@@ -254,7 +254,7 @@ def _take_turn(
                 return claim
             pid, uid = claim
             if uid not in (None, 0, os.geteuid()):
-                log.warning("process %s of uid %s uses the name of the broker on %s: ignoring it", pid, uid, socket)
+                log.warning("process %s of uid %s is using the name of the broker on %s: ignoring it", pid, uid, socket)
                 return None
             lock.give_up()
             apart = "another broker" if pid is None else f"process {pid}"
@@ -270,7 +270,7 @@ def _take_turn(
                     )
                 holder = claim_holder(socket)
                 who = "another broker" if holder is None else f"another broker, process {holder},"
-                return f"{who} holds {socket}.lock but does not answer: {error}; `jupyter gpu broker --restart` ends it and starts another"
+                return f"{who} holds {socket}.lock but does not respond: {error}; `jupyter gpu broker --restart` ends it and starts another"
             time.sleep(_RETRY_S)
             continue
         if ready is None:

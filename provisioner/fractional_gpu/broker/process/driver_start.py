@@ -223,7 +223,7 @@ class Backend:
             try:
                 destroy(self.folder)
             except SimulatedHostError as error:
-                log.info("the simulated devices are not removed: %s", error)
+                log.info("cannot remove the simulated devices: %s", error)
 
 
 @contextmanager

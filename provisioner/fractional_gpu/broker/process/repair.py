@@ -84,7 +84,7 @@ class Repair:
                 continue
             self.lost_folder = file_identity(self._socket.parent) is None
             if self.lost_folder and not self._is_needed():
-                log.info("the folder of the socket %s was deleted and no lease is left: the broker stops", self._socket)
+                log.info("the folder of the socket %s was deleted and no leases are left: stopping", self._socket)
                 return
             try:
                 await self._prepare()
@@ -94,7 +94,7 @@ class Repair:
                     log.error("%s was deleted or replaced and cannot be restored: %s; retrying", gone, error)  # noqa: TRY400 - no defect of ours
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # do not write a whole ledger to a full disk every second
                 continue
-            log.warning("%s was deleted or replaced: the broker restarts itself to recreate its files", gone)
+            log.warning("%s was deleted or replaced: restarting the broker to recreate its files", gone)
             self.is_due = True
             return
 

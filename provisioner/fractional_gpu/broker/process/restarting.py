@@ -122,7 +122,7 @@ def start_detached(options: BrokerOptions) -> int:
         return 0
     process.wait()
     where = Path(socket).with_name("broker.err")
-    return _failed(said or f"the broker ended at once; check {where}")
+    return _failed(said or f"the broker ended immediately; check {where}")
 
 
 def serves_everyone(socket: str) -> bool:

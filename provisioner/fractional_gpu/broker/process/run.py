@@ -181,7 +181,7 @@ class BrokerRun:
         capacity = host_capacity(
             budget_mib, max((spec.memory_mib for spec in self.specs), default=0), settings.first_fraction
         )
-        log.info("%s of host memory is for suspended kernels: %s", format_memory(budget_mib), capacity)
+        log.info("suspended kernels may use up to %s of host memory: %s", format_memory(budget_mib), capacity)
         await self._take_back_leases(files, swaps)
         await sampler.sample()  # so that leases' use is known before any request is answered
         await driver.try_checkpoint(broker, swaps)
@@ -341,4 +341,4 @@ class BrokerRun:
         while self.broker.kernels or time.monotonic() - self.broker.last_use_s < limit_s:
             left_s = limit_s - (time.monotonic() - self.broker.last_use_s)
             await asyncio.sleep(max(0.2, min(left_s, 5.0)))
-        log.info("no lease and no request for %g s: the broker stops", limit_s)
+        log.info("no leases and no requests for %g s: stopping the broker", limit_s)

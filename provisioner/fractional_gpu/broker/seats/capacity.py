@@ -76,7 +76,7 @@ class HostCapacity:
             why = " (oversubscription)" if count == promised else " or more" if count >= _most(milli) else ""
             fit.append(f"{count} seat{'' if count == 1 else 's'} of {format_fraction(milli)} GPU{why}")
             limited |= not why
-        said = f"pool {pool.name!r}: it has room for about {', or '.join(fit)}"
+        said = f"pool {pool.name!r} has room for about {', or '.join(fit)}"
         if not limited:
             return said if fit else ""
         hub = empty.hub

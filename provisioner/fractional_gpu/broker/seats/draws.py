@@ -103,7 +103,7 @@ class SeatDraws:
             return
         spec, seat = view.spec, self._seats.get(view.spec.seat)
         if seat is None:
-            raise ForbiddenError("this kernel's seat has ended, so the kernel's size cannot change", reason="no-seat")
+            raise ForbiddenError("this kernel's seat has ended, so the kernel cannot be resized", reason="no-seat")
         asked = SeatUsage(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
         held = self.seat_usage(seat.seat_id, but=spec.lease_id)
         check_seat_usage(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
@@ -114,7 +114,7 @@ class SeatDraws:
         if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group:
             raise ForbiddenError("the seat belongs to another user or group than the lease", reason="seat-terms")
         if spec.allowed_devices != seat.allowed_devices:
-            raise ForbiddenError("the seat allows other devices than the lease", reason="seat-devices")
+            raise ForbiddenError("the seat allows different devices from the lease", reason="seat-devices")
         if kernel.identity is not None:
             self._workloads.check(seat, kernel.identity.pid, "its kernel")
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))

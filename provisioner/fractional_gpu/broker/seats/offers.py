@@ -132,7 +132,7 @@ class PoolForecasts:
         if request.admitted:
             place, _ = least_waiting(load, places)
             return place.device_id if place is not None else None
-        there = f"{len(seats)} servers use it" if len(seats) != 1 else "1 server uses it"
+        there = f"{len(seats)} servers are using it" if len(seats) != 1 else "1 server is using it"
         return PoolFull(
             "pool-full",
             f"pool {pool.name!r} is full: {there}, and with another server of {format_fraction(request.fraction_milli)} GPU, "
@@ -143,7 +143,7 @@ class PoolForecasts:
     def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int) -> None:
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, PoolFull):
-            raise NoRoomError(f"{full.sentence}; even an empty pool could not give that much", reason="too-large")
+            raise NoRoomError(f"{full.sentence}; even an empty pool could not provide that much", reason="too-large")
 
     def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> SeatLoad:
         habits = self.habits(owner, pool.name)

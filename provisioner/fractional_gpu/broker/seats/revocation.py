@@ -74,7 +74,7 @@ class Revocations:
             try:
                 check(kernel, view)
             except (ForbiddenError, NoRoomError) as error:
-                log.info("lease %s: seat %s does not take it over: %s", kernel.lease_id[:8], seat.seat_id[:8], error)
+                log.info("lease %s: seat %s cannot take it over: %s", kernel.lease_id[:8], seat.seat_id[:8], error)
                 continue
             self._broker.dispatch(SeatRenewed(at_ms=now_ms(), lease_id=kernel.lease_id, seat=seat.seat_id))
             kernel.cell.ticket_by_broker, kernel.taken_over = False, True
@@ -139,7 +139,7 @@ class Revocations:
 
     async def _end(self, kernel: Kernel) -> None:
         log.warning(
-            "lease %s: its seat ended, and no other seat takes it over; ending its processes", kernel.lease_id[:8]
+            "lease %s: its seat has ended and no other has taken it over; ending its processes", kernel.lease_id[:8]
         )
         try:
             await end_tree(self._broker, kernel)

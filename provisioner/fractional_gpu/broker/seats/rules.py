@@ -71,7 +71,7 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     _check_name("user", request.owner, "ask your administrator to rename the user at the hub")
     _check_name("server", request.server, "start a server with another name")
     if len(request.hub) > MAX_NAME or not request.hub.isprintable():
-        raise BadRequestError(f"hub is longer than {MAX_NAME} characters or contains an unprintable one")
+        raise BadRequestError(f"hub is longer than {MAX_NAME} characters or contains an unprintable character")
     if not request.owner:
         raise BadRequestError("owner is empty; it must be the user's name at the hub")
     if not 1 <= request.fraction_milli <= 1000:
@@ -137,7 +137,7 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
     found = hub.terms(named)
     if found is None:
         allowed = ", ".join(sorted(hub.groups or ()))
-        yours = f"you are in {', '.join(named)}" if named else "you are in no group"
+        yours = f"you are in {', '.join(named)}" if named else "you are not in any group"
         raise ForbiddenError(
             f"pool {pool!r} is for members of {allowed}, but {yours}; choose another pool, or ask your administrator",
             reason="pool-group",
@@ -145,7 +145,7 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
     minute = minute_of_week(wall_s)
     if hub.hours is not None and not hub.hours.is_open(minute):
         raise NoRoomError(
-            f"pool {pool!r} is closed now; it is open {hub.hours.text} and opens next on {hub.hours.next_opening(minute)}; "
+            f"pool {pool!r} is currently closed; it is open {hub.hours.text} and next opens on {hub.hours.next_opening(minute)}; "
             "come back then, or choose another pool",
             reason="pool-closed",
         )
@@ -228,7 +228,7 @@ def check_seat_usage(
     if held.fraction_milli + asked.fraction_milli > seat.fraction_milli:
         others = f", and its other kernels hold {format_fraction(held.fraction_milli)}" if held.kernels else ""
         raise NoRoomError(
-            f"a kernel of {format_fraction(asked.fraction_milli)} GPU was requested, but {has}{others}; {more}",
+            f"a kernel with {format_fraction(asked.fraction_milli)} GPU was requested, but {has}{others}; {more}",
             reason="seat-full",
         )
     if held.memory_mib + asked.memory_mib > seat.memory_mib:
@@ -279,7 +279,7 @@ class PoolEditor:
         pool = self._pools.get(name)
         if pool is None:
             names = ", ".join(sorted(self._pools))
-            raise NotFoundError(f"there is no pool {name[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
+            raise NotFoundError(f"there is no pool named {name[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
         if "devices" in change.keys:
             raise BadRequestError(
                 "devices cannot be changed while the broker runs: change the configuration and start the broker again "

@@ -253,7 +253,7 @@ class Seats:
                 position = line.index(waiter) + 1
                 if full is None or position > 1:
                     full = PoolFull(
-                        "seat-queue", f"{_others_wait(position - 1)} before you for a place in pool {request.pool!r}"
+                        "seat-queue", f"{_others_wait(position - 1)} ahead of you for a place in pool {request.pool!r}"
                     )
                 if last_look or hub.when_full == "refuse":
                     waited = " and no seat became free in time" if hub.when_full == "wait" and request.wait_ms else ""
@@ -453,7 +453,7 @@ class Seats:
     def _known(self, seat_id: str) -> SeatRecord:
         seat = self._seats.get(seat_id)
         if seat is None:
-            raise NotFoundError(f"there is no seat {seat_id[:MAX_NAME]!r}; it may have expired", reason="unknown-seat")
+            raise NotFoundError(f"unknown seat {seat_id[:MAX_NAME]!r}; it may have expired", reason="unknown-seat")
         return seat
 
     def find(self, seat_id: str) -> SeatRecord | None:
@@ -507,7 +507,7 @@ class Seats:
         pool = self._broker.arbiter.pools().get(name)
         if pool is None:
             names = ", ".join(sorted(self._broker.arbiter.pools())) or "none"
-            raise BadRequestError(f"there is no pool {name[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
+            raise BadRequestError(f"there is no pool named {name[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
         return pool, self.forecasts.hub(name)
 
     def _pool_changed(self, pool: Pool) -> None:
@@ -536,4 +536,4 @@ def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
 
 
 def _others_wait(count: int) -> str:
-    return "1 other waits" if count == 1 else f"{count} others wait"
+    return "1 other is waiting" if count == 1 else f"{count} others are waiting"

@@ -63,7 +63,7 @@ class Workloads:
         except (ProcessLookupError, PermissionError):
             found = None
         if found is None or (found.engine, found.id) != (workload.engine, workload.id):
-            where = f"runs in {found.name}" if found is not None else "is in no job's or pod's control group"
+            where = f"runs in {found.name}" if found is not None else "is not in the control group of any job or pod"
             raise ForbiddenError(
                 f"this seat belongs to {name}, and {what} {where}; use the seat only inside {name} (JUPYTER_GPU_SEAT_FILE must be "
                 "the one that the engine set for this job or pod)",

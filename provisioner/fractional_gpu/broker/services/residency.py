@@ -122,7 +122,7 @@ class Residency:
         reason, sentence, expected = explain(self._broker, view)
         if time.monotonic() >= deadline_s:
             return Progress(
-                kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
+                kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU became free in time: {sentence}"
             )
         if self._broker.writer.trouble:  # grants and suspends wait for the ledger
             reason, sentence, expected = "ledger", self._broker.writer.trouble, None

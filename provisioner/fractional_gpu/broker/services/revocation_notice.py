@@ -103,11 +103,11 @@ def _read_url(url: SplitResult) -> str | None:
                 headers = {"X-aws-ec2-metadata-token": token}
         status, text = _ask(url, "GET", f"{url.path or '/'}{f'?{url.query}' if url.query else ''}", headers)
     except (OSError, http.client.HTTPException) as error:
-        raise UnreadableNoticeError(f"{url.geturl()} does not answer: {error or type(error).__name__}") from error
+        raise UnreadableNoticeError(f"{url.geturl()} is not responding: {error or type(error).__name__}") from error
     if status == http.HTTPStatus.NOT_FOUND:
         return None
     if status != http.HTTPStatus.OK:
-        raise UnreadableNoticeError(f"{url.geturl()} answered with status {status}")
+        raise UnreadableNoticeError(f"{url.geturl()} responded with status {status}")
     return text
 
 
@@ -171,7 +171,7 @@ class RevocationNotice:
             self._broker.note_change()
             self._tell(
                 "revocation.host",
-                f"The host of this kernel goes away in {format_duration(left_ms)} with all its memory, including what is saved there. Save "
+                f"This kernel's host goes away in {format_duration(left_ms)} with all its memory, including what is saved there. Save "
                 "your results, models and tables now, to a disk that outlives the host, and the notebook if it is on this host.",
             )
         if self._must_drain:
@@ -184,7 +184,7 @@ class RevocationNotice:
             await self._give_back(before)
         if before or self._deadline_ms is not None:
             self._tell(
-                "revocation.host-stays", "The host of this kernel does not go away after all: the notice was withdrawn."
+                "revocation.host-stays", "This kernel's host will not go away after all: the notice was withdrawn."
             )
         self._deadline_ms, self._must_drain = None, False
         if self._broker.host_deadline_ms is not None:
@@ -193,7 +193,7 @@ class RevocationNotice:
 
     def _complain(self, problem: str) -> None:
         if problem != self._problem:
-            log.warning("notice of revocation: %s", problem)
+            log.warning("revocation notice: %s", problem)
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
@@ -217,7 +217,7 @@ class RevocationNotice:
             await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)
 
     async def _give_back(self, drained: Mapping[str, bool | None]) -> None:
-        log.warning("this host does not go away after all: the notice was withdrawn, and the devices are back in use")
+        log.warning("this host will not go away after all: the notice was withdrawn, and the devices are back in use")
         for name, evict_busy in drained.items():
             if name not in self._broker.devices:
                 continue

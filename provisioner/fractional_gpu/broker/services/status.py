@@ -36,7 +36,7 @@ from fractional_gpu.protocol.status import (
     describe_strangers,
 )
 
-HAD_ITS_TURN = "this kernel has had its turn on the GPU; kernels that already waited when this cell began go first"
+HAD_ITS_TURN = "this kernel has had its turn on the GPU; kernels already waiting when this cell began go first"
 """The reason given for a cell that is waiting at its kernel's closed gate (`wait.turn`)."""
 
 _MINUTE_MS = 60_000

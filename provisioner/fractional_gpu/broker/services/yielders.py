@@ -124,7 +124,7 @@ class Yielder:
         except ConnectionError as error:
             but = f", but it {error}"
         except TimeoutError:
-            but = f", but it has not answered within {_TIMEOUT_S:g} s"
+            but = f", but it did not respond within {_TIMEOUT_S:g} s"
         self._asked = f"asked {server.title} to {'sleep' if server.wake else 'unload its models'}{but}"
         log.info("%s (it loses %s)", self._asked, server.loses)
         told = [kernel for kernel in self._broker.kernels.values() if self.asked(kernel)]
@@ -168,7 +168,7 @@ async def _loaded(server: ModelServer) -> list[str]:
     try:
         answer = decode(await _fetch(server, server.loaded), type=_Loaded)
     except (MsgspecError, RecursionError):
-        raise ConnectionError("does not say what is loaded") from None
+        raise ConnectionError("does not report what is loaded") from None
     return [one.name for one in answer.models if one.size_vram][:_MOST_MODELS] + [""] * (answer.is_sleeping is False)
 
 
@@ -190,9 +190,9 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
         with closing(SimpleAsyncHTTPClient(force_instance=True, max_body_size=_MOST_BYTES)) as client:
             response = await client.fetch(request, raise_error=False)
     except Exception as error:  # what the server sends decides which error this is
-        raise ConnectionError(f"does not answer ({type(error).__name__})") from error
+        raise ConnectionError(f"is not responding ({type(error).__name__})") from error
     if response.code // 100 != 2:
-        raise ConnectionError(f"answered with status {response.code}")
+        raise ConnectionError(f"responded with status {response.code}")
     return response.body
 
 

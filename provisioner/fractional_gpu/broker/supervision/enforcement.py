@@ -295,7 +295,7 @@ class GpuActivity:
                 try:
                     await self._look(watched)
                 except OSError as error:  # such as a lack of descriptors; the next look may succeed
-                    log.error("cannot read when processes last used the devices: %s", error)  # noqa: TRY400 - the sentence says it
+                    log.error("cannot tell when processes last used the devices: %s", error)  # noqa: TRY400 - the sentence says it
             if await within(self._pause_s() if watched else _QUIET_INTERVAL_S, self._news):
                 await asyncio.sleep(_SHORTEST_S)
 
@@ -378,7 +378,7 @@ class GpuActivity:
             if activity is None:
                 if device_id not in self._silent:
                     log.info(
-                        "device %s does not report its processes' work: only kernels' messages show whether they are idle",
+                        "device %s does not report process activity, so idle kernels can only be detected from their messages",
                         device_id,
                     )
                 self._silent[device_id] = time.monotonic() + _READ_AGAIN_S

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 5.0
 _GONE: Final = frozenset({GPUErrorCode.OPERATING_SYSTEM, GPUErrorCode.NO_SUCH_DEVICE, GPUErrorCode.DEVICE_LOST})
-_NOT_TRIED: Final = "the driver's memory limits were not tried"
+_NOT_TRIED: Final = "the driver's memory limits have not been tested"
 
 Key = tuple[str, str]
 """A control group and a device."""
@@ -54,7 +54,7 @@ class HardCaps:
 
     def tried(self, result: LimitTrial) -> None:
         self.why_not, self._is_told = result.why_not, result.is_told
-        log.info("memory limits by the driver: %s", result.why_not or "they work")
+        log.info("memory limits enforced by the driver: %s", result.why_not or "they work")
 
     async def recall(self) -> None:
         """Read the limits an earlier broker set for running kernels, and keep them."""
@@ -110,7 +110,7 @@ class HardCaps:
         if kernel is None or self.allows(kernel):
             return ""
         return next(
-            (why for key, why in self._failed.items() if self._concerns(kernel, key)), "its limit is not set yet"
+            (why for key, why in self._failed.items() if self._concerns(kernel, key)), "its limit has not been set yet"
         )
 
     async def run(self) -> None:
@@ -141,7 +141,7 @@ class HardCaps:
                 self._unlimited.add(device_id)
                 return
             if self._failed.get(key) != str(error):
-                log.warning("the memory limit of control group %s cannot be changed: %s", group, error)
+                log.warning("cannot change the memory limit of control group %s: %s", group, error)
             self._failed[key] = str(error)
             return
         self._failed.pop(key, None)

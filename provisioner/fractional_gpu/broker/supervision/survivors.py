@@ -223,7 +223,7 @@ class Survivors:
         Return once the arbiter knows about it. Only after that may other leases get the rest of this lease's memory.
         """
         log.error(
-            "lease %s: %g s after its kernel ended, %s still counts its memory, which counts as used without a lease until it is freed",
+            "lease %s: %g s after its kernel ended, %s still reports its memory as in use; until freed, it counts as used without a lease",
             kernel.lease_id[:8],
             FREED_S,
             ", ".join(device_ids),
@@ -313,7 +313,7 @@ class Survivors:
             )
             if others:
                 raise ConflictError(
-                    f"{described(others)} does not belong to the lease's user, so the broker does not end it; its owner can",
+                    f"{described(others)} does not belong to the lease's user, so the broker will not end it; its owner can",
                     reason="not-certain",
                 )
             if kernel.ending.survivors:
@@ -437,7 +437,7 @@ class OomKills:
                 self._counters[file] = _Counter(smallest_limit(pid).limited_by, count, count, now_s)
             self._files[pid] = file
         except (OSError, ValueError) as error:
-            log.debug("cannot read the out-of-memory counter of process %d: %s", pid, error)
+            log.debug("cannot read the out-of-memory kill count for process %d: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
         """Count kills in the control groups of these running kernels. Kills older than `_WINDOW_S` no longer explain why a kernel ended."""
@@ -459,7 +459,7 @@ class OomKills:
             if was_killed(identity) is False:
                 return ""
         except (OSError, ValueError) as error:
-            log.debug("cannot read the system's log: %s", error)
+            log.debug("cannot read the system log: %s", error)
         counter.accounted += 1
         return counter.limited_by
 

@@ -41,7 +41,7 @@ async def why_not_checkpointable(
     pids = sorted(process.pid for process in processes)
     clients = {one.pid for use in host.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
     if own_clients := clients.intersection(pids):
-        return f"process {min(own_clients)} computes through the MPS server, whose clients the driver cannot checkpoint"
+        return f"process {min(own_clients)} is a client of the MPS server, and the driver cannot checkpoint MPS clients"
     return await SWAPS.run(_find_obstacle, pids)
 
 

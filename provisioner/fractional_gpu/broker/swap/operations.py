@@ -148,7 +148,7 @@ class Operations:
             # Reading the processes changes nothing, so it need not wait until the intent is written.
             await asyncio.gather(self._write_down(kernel, "resume"), self._swaps.glance())
             if why := await self._broker.hard_caps.apply(kernel):  # a restore beyond the limit would kill the process
-                outcome, sentence = ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {why}"
+                outcome, sentence = ResumeOutcome.NOT_STARTED, f"it cannot be resumed now: {why}"
             else:
                 outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib)
             if outcome is ResumeOutcome.NOT_STARTED:
@@ -218,4 +218,4 @@ class Operations:
 def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
     tasks.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("the broker failed while it carried out a decision", exc_info=error)
+        log.critical("the broker failed while carrying out a decision", exc_info=error)

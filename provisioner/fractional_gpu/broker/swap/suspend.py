@@ -210,7 +210,7 @@ class Suspension:
         if self.is_quiet is not None and not await self.is_quiet(kernel):
             raise StepError(
                 SuspendOutcome.ABORTED,
-                "the kernel's extension does not answer, and the kernel used the GPU in the last few seconds",
+                "the kernel's extension is not responding, and the kernel used the GPU in the last few seconds",
             )
         # The extension obeys a command in the same step in which it reads it. If the command was read, only the answer could not be sent.
         return Gate(shut=link is not None and link.was_read())
@@ -309,7 +309,7 @@ class Suspension:
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.device_ids))
         use, heirs = await self._inspector.memory_use(kernel, host)
         if strange := [one for one in empty if host.used_mib(one.pid)]:
-            sentence = f"process {strange[0].pid} has device memory, but the driver does not know the process"
+            sentence = f"process {strange[0].pid} has device memory, but is unknown to the driver"
             raise StepError(before_checkpoint(GPUErrorCode.NOT_INITIALIZED), sentence)
         use = {one: mib for one, mib in use.items() if one not in empty}
         newcomers = [identity for identity in use if identity not in locked]
@@ -327,7 +327,7 @@ class Suspension:
                 await self._worker.checkpoint(identity, self._times.checkpoint_s)
                 state = await self._worker.state(identity)
                 if state is not ProcessState.CHECKPOINTED:
-                    lie = f"the driver reports {state} after a checkpoint that it reported as done"
+                    lie = f"the driver reported the checkpoint as done, but now reports the state {state}"
                     return await self._after_failed_checkpoint(locked, GPUError(GPUErrorCode.UNKNOWN, lie))
         except GPUError as error:
             return await self._after_failed_checkpoint(locked, error)
@@ -357,7 +357,7 @@ class Suspension:
         try:
             states = [await self._worker.state(identity) for identity in locked]
         except GPUError as again:
-            sentence = f"the checkpoint failed ({error}) and the driver does not report the state ({again})"
+            sentence = f"the checkpoint failed ({error}), and the driver does not report the state ({again})"
             return SuspendOutcome.UNKNOWN, 0, sentence
         outcome = after_checkpoint(error.code, states)
         if outcome is SuspendOutcome.UNKNOWN:
@@ -392,8 +392,8 @@ def _check_heirs(kernel: Kernel, heirs: Sequence[ProcessIdentity]) -> None:
         # Restores of a process with such a child are reported to fail and to lose the kernel's state.
         raise StepError(
             SuspendOutcome.REFUSED,
-            f"process {heirs[0].pid} was forked by the kernel after the kernel began to use CUDA, as workers of DataLoader and "
-            "multiprocessing are; the kernel cannot be suspended while this process runs: wait for the process, or end it",
+            f"process {heirs[0].pid} was forked by the kernel after the kernel began to use CUDA, as DataLoader and "
+            "multiprocessing workers are; the kernel cannot be suspended while this process is running: wait for it to finish, or end it",
         )
 
 
@@ -432,7 +432,7 @@ async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
     try:
         short = await SWAPS.run(shortage, needs)
     except (OSError, ValueError) as error:
-        sentence = f"the broker could not read how much host memory is left: {error}"
+        sentence = f"the broker could not find out how much host memory is left: {error}"
         raise StepError(SuspendOutcome.REFUSED, sentence) from error
     if short is not None:
         raise StepError(

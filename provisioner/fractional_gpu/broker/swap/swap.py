@@ -86,7 +86,7 @@ class Swaps:
             return await self.inspector.used_mib(kernel)
         except GPUError as error:
             log.info(
-                "lease %s: cannot read how much memory it still uses after freeing its caches: %s",
+                "lease %s: cannot tell how much memory it still uses after freeing its caches: %s",
                 kernel.lease_id[:8],
                 error,
             )
@@ -114,7 +114,7 @@ class Swaps:
                 # first, since a resume that restored nothing must not count as done.
                 lacking = "the kernel process ended"
         except GPUError as error:
-            return ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {error}"
+            return ResumeOutcome.NOT_STARTED, f"it cannot be resumed now: {error}"
         if lacking:
             return ResumeOutcome.NOT_STARTED, lacking
         saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
@@ -179,7 +179,7 @@ class Swaps:
         try:
             states, _ = await self.inspector.states(kernel, await self.inspector.take())
         except GPUError as again:
-            sentence = f"the restore failed ({error}) and the driver does not report the state ({again})"
+            sentence = f"the restore failed ({error}), and the driver does not report the state ({again})"
             return ResumeOutcome.UNKNOWN, sentence
         outcome = after_restore(error.code, states.values())
         if outcome is ResumeOutcome.NOT_STARTED:
@@ -217,8 +217,8 @@ class Swaps:
         if not failed:
             return None
         sentence = (
-            f"the driver reports an uncorrectable error of process {failed[0]}: what this kernel had on the GPU is lost. Its "
-            "other variables are still there: save what you need in cells that begin with %%cpu, then restart the kernel"
+            f"the driver reports an uncorrectable error in process {failed[0]}: everything this kernel had on the GPU is lost. Its "
+            "other variables are still there: save what you need, using cells that begin with %%cpu, then restart the kernel"
         )
         return Truth(state=LeaseState.QUARANTINED, device_id=device_id, saved_mib=saved_mib, sentence=sentence)
 
@@ -267,7 +267,7 @@ class Swaps:
         elif not all(host.is_alone(pids, one) for one in targets):  # if it is alone, there will never be more room
             lacking = "the saved size is unknown, and other processes use its device"
         if lacking:
-            log.warning("lease %s: part of its memory stays saved: %s", kernel.lease_id, lacking)
+            log.warning("lease %s: part of its memory cannot be restored yet: %s", kernel.lease_id, lacking)
             return
         saved = [one for one, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [one for one, state in states.items() if state is ProcessState.LOCKED]

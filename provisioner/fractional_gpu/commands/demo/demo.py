@@ -148,7 +148,7 @@ If no GPU here can be suspended, it uses a simulated one, and the table says so.
 
 def configure(parser: Parser) -> None:
     parser.describe(
-        "Run two notebooks that take turns on one GPU, with three quarters of it each. Nothing is lost.", EPILOG
+        "Run two notebooks that take turns on one GPU, each with three quarters of it. Nothing is lost.", EPILOG
     )
     parser.flag("--check", "do not open JupyterLab at the end")
     parser.flag("--json", "print one JSON object instead of the table")
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
     simulate = checked_simulate(options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None)
     with interrupt_on_termination(), open_sandbox(keep=options.keep) as sandbox:
         if options.keep:
-            say(f"the folder {sandbox.root} is kept", sys.stderr, flush=True)
+            say(f"keeping the folder {sandbox.root}", sys.stderr, flush=True)
         with Progress("two notebooks take turns on one GPU", silent=True) as progress:
             broker = _prepare(sandbox, simulate, progress.say)
             host = broker.status()
@@ -184,7 +184,7 @@ def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]
     broker = None if simulate else _set_up_real(sandbox, tell)
     if broker is None:
         simulate = simulate or SIMULATED
-        tell(f"Using a simulated GPU ({simulate}): it moves real bytes, but its timings mean nothing.")
+        tell(f"Using a simulated GPU ({simulate}): it moves real bytes, but its timings are meaningless.")
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # for a broker that has to be started again
         broker = sandbox.start_broker(simulate=simulate, device=0)
     return broker
@@ -261,7 +261,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
         lease = leases.get(notebook.kernel_id)
         if lease is None:
             raise CommandError(
-                f"{notebook.name}: the broker does not know its kernel, so the kernel ran without a share of the GPU"
+                f"{notebook.name}: its kernel is unknown to the broker, so it ran without a share of the GPU"
             )
         result = result_of(notebook)
         kernels.append(

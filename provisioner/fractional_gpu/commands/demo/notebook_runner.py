@@ -51,7 +51,7 @@ def result_of(notebook: DemoNotebook) -> dict[str, Any]:
             result = output.get("data", {}).get("application/json")
             if isinstance(result, dict):
                 return dict(result)
-    raise CommandError(f"{notebook.path.name} finished without its result; run it by hand to see why")
+    raise CommandError(f"{notebook.path.name} finished without producing a result; run it by hand to see why")
 
 
 async def run_in_turns(

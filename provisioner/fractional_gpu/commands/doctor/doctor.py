@@ -44,7 +44,7 @@ EPILOG = """\
 examples:
   jupyter gpu doctor
   jupyter gpu doctor --json             one object: {"ok": ..., "worst": ..., "findings": [...]}
-  jupyter gpu doctor --no-try           skip the trial checkpoint, which takes some seconds
+  jupyter gpu doctor --no-try           skip the trial checkpoint, which takes a few seconds
   jupyter gpu doctor --bundle for-support.tar.gz
   JUPYTER_GPU_SIMULATE=1x2GiB jupyter gpu doctor
 
@@ -89,7 +89,7 @@ def show(findings: Sequence[Finding], *, as_json_: bool, step: str = "") -> int:
 def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> str:
     wrong = next((one for one in findings if one.severity is Severity.ERROR), None)
     if wrong is not None:
-        return f"fix the error in the check `{wrong.check}`: {wrong.advice}; then run `jupyter gpu doctor` again."
+        return f"fix the error found by the check `{wrong.check}`: {wrong.advice}; then run `jupyter gpu doctor` again."
     has_gpu = not any(one.check == "driver" and one.finding.startswith(machine.NO_GPU) for one in findings)
     starts = [spec for spec in specs if (has_gpu or spec.simulated) and spec.shadowed_by is None]
     if starts:
@@ -97,7 +97,7 @@ def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> st
         return f"start {where} and choose the kernel {starts[0].display_name!r}; `jupyter gpu status --watch` shows who is on the GPU."
     if has_gpu:
         return "`jupyter gpu kernels install` adds the kernels to the launcher of this environment's JupyterLab."
-    return "`jupyter gpu demo` shows two notebooks taking turns on a simulated GPU, and `jupyter gpu lab --simulate 1x2GiB` lets you try."
+    return "`jupyter gpu demo` shows two notebooks taking turns on a simulated GPU; `jupyter gpu lab --simulate 1x2GiB` lets you try it."
 
 
 @dataclass

@@ -38,7 +38,7 @@ from fractional_gpu.host.process import PROC, owner_uid
 
 SYS: Final = Path("/sys")
 _REASON: Final = (
-    "saving a kernel fills new host memory, and page faults limit its speed: 3.6 GiB of an H200 took 2.6 s with small pages, and "
+    "saving a kernel fills new host memory, so page faults limit its speed: 3.6 GiB of an H200 took 2.6 s with small pages, and "
     "2.0 s with huge pages"
 )
 _UNMEASURED: Final = "compare suspend times before and after"
@@ -66,7 +66,7 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
         yield ok("host-memory", what if not devices else f"{what}, devices hold {format_memory(device_mib)}")
     if devices and settings is not None:
         capacity = host_capacity(budget_mib, max(device.memory_mib for device in devices), settings.first_fraction)
-        yield note("host-memory", f"it is the capacity for suspended kernels: {capacity}")
+        yield note("host-memory", f"capacity for suspended kernels: {capacity}")
     if here.mib >= system.mib:
         yield ok("cgroup", "no control group limits this process below the system's memory")
         return
@@ -100,7 +100,7 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
     elif rest["defrag"] == "never":
         yield note(
             "huge-pages",
-            f"{found}: new memory uses huge pages only while free ones are left, because the system makes no more; {_REASON}",
+            f"{found}: new memory uses huge pages only while free ones are left, because the system creates no more; {_REASON}",
             f"to try it, as root: echo madvise > {folder}/defrag, or defer; {_UNMEASURED}",
         )
     else:
@@ -143,7 +143,7 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
                 "numa",
                 f"{what}: a kernel that runs on another node saves its state there, across the link between the processors",
                 f"if you can, start kernels near their device (numactl --cpunodebind={node} --preferred={node}, or CPUAffinity= and "
-                "NUMAPolicy= of a unit); the gain has not been measured",
+                "NUMAPolicy= in a unit); the gain has not been measured",
             )
 
 
@@ -166,7 +166,7 @@ def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
     if not total_mib:
         yield note(
             "swap",
-            "none: if host memory runs out, the system kills a process at once",
+            "none: if host memory runs out, the system kills a process immediately",
             "keep host_memory in jupyter_gpu_config.py well below the free memory, or add some swap as a cushion (a file or zram)",
         )
         return
@@ -177,7 +177,7 @@ def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
     if swappiness is None or swappiness > _LEAST_SWAPPINESS:
         yield note(
             "swap",
-            f"{what}: saved state is idle, so it is swapped out first, and a resume must wait to read it back",
+            f"{what}: saved state is idle, so it is swapped out first, and a resume must wait until it has been read back",
             "as root: sysctl vm.swappiness=1, or MemorySwapMax=0 for the kernels' units (memory.swap.max of their groups)",
         )
     else:
@@ -188,7 +188,7 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
     if _number(proc / "sys/vm/panic_on_oom"):
         yield warning(
             "oom",
-            "vm.panic_on_oom is set: if memory runs out, the whole machine stops and every kernel is lost",
+            "vm.panic_on_oom is set: if memory runs out, the whole machine panics and every kernel is lost",
             "as root: sysctl vm.panic_on_oom=0",
         )
     yield from _killed_together(proc)
@@ -202,7 +202,7 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
         )  # in another namespace, the capability has no effect here
         value, uid = adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
     except (OSError, ValueError) as error:
-        yield note("oom", f"cannot read whether {whose} can protect kernels from the out-of-memory killer: {error}")
+        yield note("oom", f"cannot tell whether {whose} can protect kernels from the out-of-memory killer: {error}")
         return
     if may:
         yield ok("oom", f"{whose} protects suspended kernels from the out-of-memory killer")
@@ -210,8 +210,8 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
     yield note(
         "oom",
         f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: if memory runs out, {_BIGGEST}, so the "
-        f"out-of-memory killer may kill it even if another process filled the memory",
-        "run the broker as a system service of root (docs/hub.md), or give each user's kernels a separate memory limit and keep "
+        f"out-of-memory killer may kill it even if another process used up the memory",
+        "run the broker as root, as a system service (docs/hub.md), or give each user's kernels a separate memory limit and keep "
         "host_memory below the free memory",
     )
 
@@ -240,8 +240,8 @@ def _killed_together(proc: Path) -> Iterator[Finding]:
     if together:
         yield warning(
             "oom-group",
-            f"if control group {together[0]} runs out of memory, the system kills all of it, with its suspended kernels",
-            "as root: write 0 to its memory.oom.group; on Kubernetes, set singleProcessOOMKill of the kubelet",
+            f"if control group {together[0]} runs out of memory, the system kills every process in it, suspended kernels included",
+            "as root: write 0 to its memory.oom.group; on Kubernetes, set the kubelet's singleProcessOOMKill",
         )
 
 
@@ -250,8 +250,8 @@ def _other_killers(proc: Path) -> Iterator[Finding]:
         if name == "systemd-oomd":
             yield note(
                 "oom",
-                f"{name} is running (process {pid}): it kills whole control groups by swap use and pressure, and ignores oom_score_adj",
-                "ManagedOOMPreference=omit for the kernels' units",
+                f"{name} is running (process {pid}): it kills whole control groups based on swap use and pressure, ignoring oom_score_adj",
+                "set ManagedOOMPreference=omit for the kernels' units",
             )
 
 
@@ -303,7 +303,7 @@ def check_nvidia(
         except GPUError as error:
             return NvidiaReport((), (problem("driver", str(error), "check `nvidia-smi` and `dmesg`"),))
         if not devices:
-            why = f"{NO_GPU}: {monitor.why_none}; kernels with a share of a real GPU do not start here"
+            why = f"{NO_GPU}: {monitor.why_none}; kernels with a share of a real GPU cannot start here"
             missing = bindings()
             needs = [note("cuda-bindings", f"{missing} (needed for real GPUs only)")] if missing else []
             return NvidiaReport((), (warning("driver", why, SIMULATE), *needs))
@@ -368,7 +368,7 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
     if persistent == 0:
         yield warning(
             "persistence",
-            f"device {device.index} is not in persistence mode: the first kernel after a pause waits seconds for the driver",
+            f"device {device.index} is not in persistence mode: after an idle period, the first kernel waits a few seconds for the driver",
             f"as root: nvidia-smi -i {device.index} -pm 1, or enable nvidia-persistenced",
         )
     elif persistent == 1:
@@ -461,7 +461,7 @@ def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[
                 yield warning(
                     "broker",
                     str(error),
-                    "until that ends, your kernels cannot start there: ask an administrator for a broker for all users "
+                    "until that process ends, your kernels cannot start there: ask an administrator for a broker for all users "
                     "(docs/operating.md)",
                 )
 
@@ -486,7 +486,7 @@ def findings_of(result: TrialResult, *, kind: str) -> Iterator[Finding]:
         yield warning(
             "process-use",
             f"while the process was suspended, it still held {result.left_mib} MiB of its {result.before_mib} MiB on the device",
-            "allow for that much per suspended kernel, and please report it with the driver's version",
+            "allow for that much per suspended kernel, and report it together with the driver's version",
         )
     else:
         yield ok("process-use", f"the driver reported {result.before_mib} MiB for it, and none while it was suspended")

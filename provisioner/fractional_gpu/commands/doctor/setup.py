@@ -71,10 +71,8 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
     try:
         settings = load()
     except ConfigError as error:
-        return None, [problem("configuration", str(error), "fix it: until then, no broker starts")]
-    files = (
-        ", ".join(str(file) for file in settings.files) or "no jupyter_gpu_config.py: all settings have their defaults"
-    )
+        return None, [problem("configuration", str(error), "fix it: until then, no broker can start")]
+    files = ", ".join(str(file) for file in settings.files) or "no jupyter_gpu_config.py: every setting has its default"
     return settings, [ok("configuration", f"{files}; pools: {', '.join(pool.name for pool in settings.pools)}")]
 
 
@@ -87,7 +85,7 @@ def check_workstation(settings: Settings | None) -> Iterator[Finding]:
         _ = settings and settings.admin_gid()
     except ConfigError as error:
         wrong.append(str(error))
-    advice = "an administrator repairs it: sudo jupyter-gpu setup-machine"
+    advice = "an administrator can repair it: sudo jupyter-gpu setup-machine"
     yield from (problem("workstation", one, advice) for one in wrong)
     if not wrong:
         yield ok("workstation", "`jupyter gpu setup-machine` has set up the service, pools and kernels for all users")
@@ -103,7 +101,7 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         path = socket or socket_path()
         client = broker_if_running(path)
     except FractionalGPUError as error:
-        return socket, [problem("broker", str(error), "fix that first: without a broker, no GPU kernel starts")]
+        return socket, [problem("broker", str(error), "fix that first: without a broker, no GPU kernel can start")]
     findings = list(_check_place(path))
     if client is not None:
         try:
@@ -175,7 +173,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
     if kept:
         yield warning(
             "broker",
-            f"the broker has {' and '.join(kept)} from the program that started it; this slows every kernel's waits and swaps",
+            f"the broker inherited {' and '.join(kept)} from the program that started it; this slows down every kernel's waits and swaps",
             "run `jupyter gpu broker --restart` in a shell without them; kernels keep running",
         )
 
@@ -259,14 +257,14 @@ def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] 
 def _check_spec(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
     if not spec.argv:
         yield problem(
-            "kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"run {_INSTALL} to write it again"
+            "kernelspecs", f"{spec.folder / 'kernel.json'} does not name a command", f"run {_INSTALL} to write it again"
         )
     elif find_interpreter(spec.argv[0], os.environ) is None:
         gone = f"{spec.name} starts {spec.argv[0]}, which is missing or not executable"
         yield problem("kernelspecs", gone, f"{_INSTALL} for another base, or jupyter gpu kernels remove {spec.name}")
     yield from _offer(spec, settings)
     if spec.shadowed_by is not None:
-        hidden = f"Jupyter does not show {spec.folder}: it finds {spec.shadowed_by}, with the same name, first"
+        hidden = f"Jupyter does not show {spec.folder}: {spec.shadowed_by} comes first and has the same name"
         advice = f"remove one of them, or install one under another name: {_INSTALL} --name"
         yield warning("kernelspecs", hidden, advice)
 

@@ -49,14 +49,14 @@ def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
         ("requeue", "a preempted job restarts, and its kernels' variables are lost"),
     ):
         if sign in mode.lower().replace("gang", "suspend"):
-            advice = "slurm.conf: PreemptMode=OFF for partitions with shares"
+            advice = "set PreemptMode=OFF in slurm.conf for partitions with shares"
             yield warning("preemption", f"PreemptMode is {mode}: {what}", advice)
 
 
 def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Finding]:
     """Check whether this node can query Slurm's accounting database. Many sites allow this only from the controller."""
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
-        said = "there is no accounting database: AdminComment has a job's figures only while it runs"
+        said = "there is no accounting database: a job's AdminComment has its figures only while it runs"
         yield note("accounting", said)
         return
     try:
@@ -65,7 +65,7 @@ def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Findin
         yield warning(
             "accounting",
             f"a job's final figures cannot be written to its AdminComment: {error}",
-            "let this node reach slurmdbd (slurm.conf: AccountingStorageHost and -Port), or give the agent --comment-every never",
+            "let this node reach slurmdbd (slurm.conf: AccountingStorageHost and -Port), or run the agent with --comment-every never",
         )
     else:
         yield ok("accounting", "AdminComment has a job's figures while it runs and after it ends")
@@ -97,7 +97,7 @@ def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
         try:
             found = slurm.call("srun", "--job-name=jupyter-gpu-doctor", "--chdir=/", *where, "sh", "-c", test)
         except EngineError as error:
-            yield warning(node, f"it accepted no job: {error}", f"run this on that node: test -x {wrapper}")
+            yield warning(node, f"it did not accept a job: {error}", f"run this on that node: test -x {wrapper}")
             continue
         if "there" in found.split():
             there.append(node)
@@ -122,7 +122,7 @@ def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
         yield problem(
             "hook",
             f"{script} cannot reach Slurm when slurmd runs it: {said[:300]}",
-            "`jupyter gpu node install --force --slurm-bin DIR`; DIR has squeue and scontrol",
+            "`jupyter gpu node install --force --slurm-bin DIR`; DIR is where squeue and scontrol are",
         )
     else:
         yield ok("hook", f"{script} reaches slurmctld in slurmd's environment")
@@ -155,12 +155,12 @@ def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Fin
         fields = slurm.fields()
         there = parse_gres(fields.get("Gres", ""))
     except EngineError as error:
-        yield problem("node", str(error), "name the node as in slurm.conf with --node")
+        yield problem("node", str(error), "use --node to name the node as in slurm.conf")
         return
     state, has = fields.get("State", "UNKNOWN"), f"node {slurm.node} has {fields.get('Gres', '(null)')}"
     why = f"node {slurm.node} is {state}: {fields.get('Reason', 'no reason is given')}"
     if any(sign in state for sign in _NO_JOBS):
-        yield problem("node", why, "start slurmd there, or see in its log why it does not register")
+        yield problem("node", why, "start slurmd there, or check its log to see why it does not register")
     elif "DRAIN" in state:
         yield warning("node", why, f"scontrol update nodename={slurm.node} state=resume")
     elif total_of(there, "shard"):
@@ -186,10 +186,10 @@ def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Fin
         yield warning("agent", said, "systemctl status jupyter-gpu-agent")
         return
     if summary.problem:
-        yield warning("agent", f"the agent says: {summary.problem}", "systemctl status jupyter-gpu")
+        yield warning("agent", f"the agent reports: {summary.problem}", "systemctl status jupyter-gpu")
     else:
         free = ", ".join(f"{pool.name}: {format_gpus(pool.admissible_milli)}" for pool in summary.pools)
-        yield ok("agent", f"available by the agent's last summary: {free or 'no pools'}")
+        yield ok("agent", f"available according to the agent's last summary: {free or 'no pools'}")
 
 
 def check_broker(options: argparse.Namespace) -> Iterator[Finding]:

@@ -101,7 +101,7 @@ def sentences(findings: Sequence[Finding], most_slower: float) -> list[str]:
 def _alone(found: Finding) -> str:
     share = format_fraction(found.setting.fraction_milli)
     if math.isnan(found.unit_s):
-        return f"alone on {share}: unknown: {found.why_not}"
+        return f"alone on {share}: unknown ({found.why_not})"
     memory = f", at most {format_memory(found.memory_mib)} of GPU memory" if found.memory_mib else ""
     return f"alone on {share}: {seconds(found.unit_s)} per unit of work, 95 % within {seconds(found.p95_s)}{memory}"
 
@@ -114,7 +114,7 @@ def name(found: Finding) -> str:
 
 def _compared(found: Finding) -> str:
     if found.slower is None or found.cost is None:
-        return f"{name(found)}: unknown: {found.why_not}"
+        return f"{name(found)}: unknown ({found.why_not})"
     return f"{name(found)}: {slower(found)}, {cost_text(found.cost)}"
 
 
@@ -280,12 +280,12 @@ def configure(parser: Parser) -> None:
         "--neighbour", "COMMAND", "run next to this program instead of copies (repeatable)", action="append", default=[]
     )
     parser.argument("--memory", "SIZE", "device memory of each program (default: the fraction's share)")
-    parser.argument("--within", "DURATION", "the longest time to measure (default: 5m)", by=DURATIONS, default="5m")
+    parser.argument("--within", "DURATION", "how long to measure at most (default: 5m)", by=DURATIONS, default="5m")
     parser.argument("--interval", "PERCENT", "the widest acceptable confidence interval (default: 5%%)", default="5%")
     parser.argument(
         "--at-most", "PERCENT", "how much slower a share may be and still be enough (default: 10%%)", default="10%"
     )
-    parser.flag("--may-wait", "wait for room like other programs, instead of using spare room only")
+    parser.flag("--may-wait", "wait for room like other programs, instead of only using spare room")
     parser.flag("--json", "print all figures as JSON")
     parser.argument("--picture", "FILE", "write charts as SVG, by the number of programs on the device", type=Path)
     parser.flag("--end-with-input", argparse.SUPPRESS)  # for %%gpu measure
@@ -488,8 +488,8 @@ class Measurement:
         samples = [one for each in self.study.samples.values() for one in each]
         if any(one.is_company_unknown for one in samples):
             lines.append(
-                "other programs used memory of the device, but the device does not report whether they were working; if they were, "
-                "they influenced the figures"
+                "other programs used memory on the device, but the device does not report whether they were working; if they were, "
+                "they affected the figures"
             )
         if self.disturbed:
             often = sum(self.disturbed.values())
@@ -501,7 +501,7 @@ class Measurement:
         offered = self._host.pools.get(self.plan.pool)
         if offered is None:
             raise CommandError(
-                f"there is no pool {self.plan.pool}; choose from {', '.join(sorted(self._host.pools))} with --pool"
+                f"there is no pool named {self.plan.pool}; use --pool to choose from {', '.join(sorted(self._host.pools))}"
             )
         if self.plan.copies is None:
             asked = self.plan.fractions_milli or offered or ANY_OFFERS_MILLI
@@ -518,7 +518,7 @@ class Measurement:
 
     def _trial(self) -> None:
         limit_s = self._began_s + self.plan.within_s / _TRIAL_PART
-        self.say(f"a trial run on {format_fraction(self.study.baseline.fraction_milli)}, to find the unit of work")
+        self.say(f"a trial run on {format_fraction(self.study.baseline.fraction_milli)}, to determine the unit of work")
         while True:
             began_s = time.monotonic()
             try:
@@ -532,7 +532,7 @@ class Measurement:
                     raise CommandError(
                         f"could not measure: {error}; try again later, with smaller --fractions, or with --may-wait"
                     ) from None
-                self._tell(f"the trial waits: {error}")
+                self._tell(f"the trial is waiting: {error}")
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
                 raise CommandError(f"{error}; allow more time with --within, or use smaller units of work") from None

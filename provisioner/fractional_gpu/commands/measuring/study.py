@@ -197,7 +197,7 @@ class Study:
         if setting != self.baseline:
             slower = quotient_estimate(quotients) if len(quotients) >= LEAST_ROUNDS else None
             if slower is None:
-                why = f"only {rounds} of at least {LEAST_ROUNDS} rounds could be measured"
+                why = f"only {rounds} of the {LEAST_ROUNDS} rounds required could be measured"
                 why += f"; {self.trouble[setting]}" if setting in self.trouble else ""
         unit_s = median([one.unit_s for one in samples])
         alone = self.samples.get(self.baseline)

@@ -251,7 +251,7 @@ def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, p
     for lease in status.leases:
         if lease.lease_id in ours:
             if lease.state != "resident":
-                return f"a program of this step lost the device (its lease was {lease.state})"
+                return f"a program in this step lost the device (its lease was {lease.state})"
         elif lease.spec.pool == pool and lease.position is not None:
             return f"{lease.spec.label or lease.lease_id} is waiting for a GPU"
     if not any(one.device_id == device_id and not one.lost for one in status.devices):
@@ -400,7 +400,7 @@ class Step:
         mib = others_mib(status, self.tenants, device_id)
         device = next(one for one in status.devices if one.device_id == device_id)
         if self._others_mib is not None and abs(mib - self._others_mib) > device.memory_mib // _CHANGE_PARTS:
-            return "other users of the device came, left or changed"
+            return "memory use by others on the device changed"
         self._others_mib = mib
         self._looks.append((seen_ns, device))
         measured = {one.lease.lease_id for one in self.tenants[: self.measured]}
@@ -434,7 +434,7 @@ class Step:
             if self.measured < len(self.tenants) and span is None and all(ticks):
                 raise TooSlowError("a neighbour did not use the device during the step")
             what = "ended" if is_over else "reached the end of the step"
-            raise TooSlowError(f"a program {what} before it had done two units of work next to the others")
+            raise TooSlowError(f"a program {what} before it had completed two units of work next to the others")
         cost = self.tenants[0].cost()
         busy = [one.busy_percent for at_ns, one in self._looks if span and at_ns >= span[0]]
         percents = [one for one in busy if one is not None]

@@ -39,8 +39,8 @@ examples:
 
 In Slurm it sets the node's counts (`scontrol update nodename=... gres=jgpu:open:N,jgpu:closed:M`, thousandths of a GPU): open is what
 jobs hold plus what the broker would still grant; the sum of open and closed never changes. The node's Extra gets a summary. The agent
-writes changes, at most once every --floor, and reads the node's record every --look. If the broker does not answer, the count stays for
---patience, then drops to what is in use. It needs the right to update nodes: root, SlurmUser, or an operator of Slurm.
+writes changes, at most once every --floor, and reads the node's record every --look. If the broker is not responding, the count stays for
+--patience, then drops to what is in use. It needs the right to update nodes: root, SlurmUser, or a Slurm operator.
 
 In Kubernetes it patches the node's status: the extended resource fractional-gpu.jupyter.org/POOL in thousandths of a GPU, and an
 annotation with the summary. It watches the node's pods and registers their shares with the broker. docs/kubernetes.md lists
@@ -67,7 +67,7 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--node",
         "NAME",
-        "the node's name in the engine (default: the host's short name; with kubernetes, its whole name)",
+        "the node's name in the engine (default: the host's short name; with kubernetes, its full name)",
     )
     add_node_options(parser)
     parser.argument(
@@ -82,10 +82,10 @@ def configure(parser: Parser) -> None:
     parser.flag("--json", "with --once: print what was written as one JSON object")
     for name, default, text in (
         ("--every", "2s", "how often to ask the broker"),
-        ("--floor", "5s", "the shortest time between writes"),
+        ("--floor", "5s", "the minimum time between writes"),
         ("--jitter", "2s", "delay each change by a random part of this time"),
-        ("--look", "30s", "how often to read the node's record for changes by others"),
-        ("--patience", "2m", "how long to keep the last count if the broker does not answer"),
+        ("--look", "30s", "how often to check the node's record for changes by others"),
+        ("--patience", "2m", "how long to keep the last count if the broker is not responding"),
         ("--comment-every", "5m", "how often to write a job's figures to its AdminComment, or never"),
     ):
         parser.argument(name, "DURATION", f"{text} (default: {default})", default=default)
@@ -129,7 +129,7 @@ def _run_slurm(options: argparse.Namespace) -> int:
     )
     if options.once:
         return _write_once(agent, node, options)
-    _say(f"agent of node {node}: pools {', '.join(f'{pool} as {count}' for pool, count in counts.items())}")
+    _say(f"agent for node {node}: pools {', '.join(f'{pool} as {count}' for pool, count in counts.items())}")
     pause_s = 0.0
     with ending() as ended:
         while not ended(pause_s):
@@ -222,7 +222,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
             _await_pods(engine)
             seats.keep(engine.pods())
             return _write_once(agent, node, options)
-        _say(f"agent of node {node}: pools {', '.join(pools)}")
+        _say(f"agent for node {node}: pools {', '.join(pools)}")
         with ending() as ended:
             _keep_pods(engine, agent, seats, ended, every_s)
     _say("stopped; the counts stay as they are")

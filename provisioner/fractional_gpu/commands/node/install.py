@@ -22,12 +22,12 @@ EPILOG = """\
 examples:
   jupyter gpu node install --wrapper                write the wrapper that slurm.conf names next to slurm.conf; do this on every node
   jupyter gpu node install                          write this node's scripts and the unit to /etc/jupyter-gpu/slurm
-  jupyter gpu node install --print                  print them, and write nothing
+  jupyter gpu node install --print                  print them without writing anything
   jupyter gpu node install --pool default=jgpu --pool big=jgpubig
 
-It never writes Slurm's own files: it prints the necessary changes, and writes them to site.diff for `patch`. If an installed file differs,
-because you edited it or chose other options, it stays, and the new one is written to FILE.new. Nothing is started.
-docs/clusters.md has the steps, and how to uninstall.
+It never changes Slurm's own files: it prints the necessary changes, and writes them to site.diff for `patch`. If an installed file differs,
+because you edited it or chose other options, it is kept, and the new one is written to FILE.new. Nothing is started.
+docs/clusters.md lists the steps, and explains how to uninstall.
 """
 
 
@@ -36,10 +36,10 @@ def configure(parser: Parser) -> None:
         "Write Slurm's scripts and the agent's unit for this node, and say what to change in Slurm's files.", EPILOG
     )
     parser.argument("--folder", "DIR", f"the folder to write to (default: {FOLDER})", type=Path, default=FOLDER)
-    parser.flag("--print", "print the files, and write nothing")
+    parser.flag("--print", "print the files without writing anything")
     parser.flag("--force", "replace files that differ")
     parser.flag("--wrapper", "write only the wrapper, which every node needs")
-    only = "only this partition's jobs can have shares; other jobs cause no queries to slurmctld (repeatable; default: all)"
+    only = "give shares only to this partition's jobs, so that other jobs cause no queries to slurmctld (repeatable; default: all)"
     parser.argument("--partition", "NAME", only, action="append", default=[])
     for name, metavar, kind, text in (
         ("--slurm-bin", "DIR", str, "where Slurm's commands are (default: where this shell finds squeue)"),
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     if options.wrapper:
         if str(wrapper) in named.values():
             raise CommandError(
-                f"{path} already names {wrapper}, which calls the site's own scripts; it was not changed"
+                f"{path} already names {wrapper}, which calls the site's own scripts; the wrapper was not changed"
             )
         return _put(options, {wrapper: wrapper_text(options.folder, named)})
     change_site(files, confs, wrapper, node, slurm.names, devices=options.devices, promise=options.promise)
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     code = _put(options, {**texts, **({options.folder / "site.diff": diff} if diff else {})})
     if options.print:
         return code
-    print(f"==== changes to Slurm's files\n{diff or 'none: they have everything that shares need'}")
+    print(f"==== changes to Slurm's files\n{diff or 'none: they already have everything that shares need'}")
     if not wrapper.exists():
         print(f"{wrapper} is missing: create it with --wrapper, and copy it to every node before slurm.conf names it.")
     print(

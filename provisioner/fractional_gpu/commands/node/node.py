@@ -26,7 +26,7 @@ examples:
   jupyter gpu node doctor                   check this node, and say how to fix problems
   jupyter gpu node agent --engine slurm     what the unit runs
 
-docs/clusters.md is a step-by-step guide for administrators. `jupyter gpu node ACTION --help` explains an action.
+docs/clusters.md is a step-by-step guide for administrators. `jupyter gpu node ACTION --help` explains each action.
 """
 _WORKER_EPILOG = """\
 examples:
@@ -34,18 +34,18 @@ examples:
   jupyter gpu broker --worker-socket /run/jupyter-gpu-worker/worker.sock       the broker that uses it
   jupyter gpu node worker --socket PATH --backend simulated                    for a broker with --simulate
 
-It starts the worker when a broker connects that runs as root or as its own user. It must own the socket's folder, and no other user may
-write to it. On SIGTERM, the worker finishes its operation. Suspended kernels stay suspended until the service is back.
+The service starts the worker when a broker that runs as root or as the service's own user connects. It must own the socket's folder, and no
+other user may be able to write to it. On SIGTERM, the worker finishes its operation. Suspended kernels then wait for the service to return.
 """
 _HOOK_EPILOG = """\
-Slurm runs this through the script that `jupyter gpu node install` writes. The exit code is always 0, because any other would drain the
-node. Errors are in the system log (`journalctl -t jupyter-gpu-slurm`), or in the file given with --log.
+Slurm runs this through the script that `jupyter gpu node install` writes. The exit code is always 0, because any other code would drain the
+node. Errors go to the system log (`journalctl -t jupyter-gpu-slurm`), or to the file given with --log.
 """
 _DOCTOR_EPILOG = """\
 examples:
   jupyter gpu node doctor
   jupyter gpu node doctor --json        one object: {"ok": ..., "worst": ..., "findings": [...]}
-  jupyter gpu node doctor --everywhere  check by a short job on each node that it has the wrapper; do this before slurm.conf names it
+  jupyter gpu node doctor --everywhere  run a short job on each node to check for the wrapper; do this before slurm.conf names it
 
 Exit code 0: everything works, perhaps with warnings. 1: something does not work. Run it as root on a node. It changes nothing.
 """
@@ -60,8 +60,8 @@ def _add_worker_arguments(parser: Parser) -> None:
     parser.argument(
         "--backend",
         "KIND",
-        "the kind of devices: nvidia, simulated (the connecting broker's), or another package's kind, like the broker's "
-        "device_kind (default: nvidia)",
+        "the kind of device: nvidia, simulated (the connecting broker's), or one that another package provides, as in device_kind "
+        "(default: nvidia)",
         default="nvidia",
     )
 
@@ -87,7 +87,7 @@ def _add_hook_arguments(parser: Parser) -> None:
     )
     add_node_options(parser)
     parser.flag("--check", "only check that Slurm's commands work in this environment")
-    parser.argument("--log", "FILE", "the log file (default: the system log)", type=Path)
+    parser.argument("--log", "FILE", "the file to log to (default: the system log)", type=Path)
 
 
 def _run_hook(options: argparse.Namespace) -> int:
@@ -127,7 +127,7 @@ def _add_doctor_arguments(parser: Parser) -> None:
     parser.flag("--json", "print one JSON object")
     parser.flag("--everywhere", "only check that every node has the wrapper")
     parser.argument(
-        "--folder", "DIR", f"the scripts' folder (default: {install.FOLDER})", type=Path, default=install.FOLDER
+        "--folder", "DIR", f"the folder with the scripts (default: {install.FOLDER})", type=Path, default=install.FOLDER
     )
     parser.argument("--node", "NAME", "the node's name in Slurm (default: the host's short name)")
     add_node_options(parser)

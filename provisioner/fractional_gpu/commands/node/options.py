@@ -36,13 +36,13 @@ def add_node_options(parser: Parser) -> None:
     )
     parser.flag(
         "--no-groups",
-        "use this if Slurm runs without proctrack/cgroup; jobs are then told apart by user only, so two jobs of one user look the same",
+        "use this if Slurm runs without proctrack/cgroup; jobs are then told apart only by user, so two jobs of the same user look alike",
     )
     parser.argument(
         "--short-memory",
         None,
-        "if the job's memory (--mem) cannot hold the share's data: shrink the share, refuse it, or allow it although its kernels "
-        "might keep others from the GPU (default: fit)",
+        "if the job's memory (--mem) cannot hold the share's data, shrink the share to fit, refuse it, or allow it even though its kernels "
+        "might keep others off the GPU (default: fit)",
         choices=("fit", "refuse", "allow"),
         default="fit",
     )
@@ -75,11 +75,11 @@ def counts_of(words: list[str] | None) -> dict[str, str]:
             raise UsageError(f"--pool {word!r} does not name a pool; use POOL or POOL=GRES, such as default={COUNT}")
         if not _NAME.fullmatch(count) or count in RESERVED:
             raise UsageError(
-                f"--pool {word!r}: {count!r} is not a valid name for a generic resource; use a lower-case letter followed by "
+                f"--pool {word!r}: {count!r} is not a valid generic resource name; use a lower-case letter followed by "
                 f"lower-case letters, digits and `_`, but not {', '.join(RESERVED)}"
             )
         if pool in counts or count in counts.values():
-            raise UsageError(f"--pool {word!r}: name each pool and each resource only once")
+            raise UsageError(f"--pool {word!r}: each pool and each resource can only be named once")
         counts[pool] = count
     return counts
 

@@ -54,8 +54,8 @@ examples:
 
 The exit status is the command's; if a signal kills the command, the same signal kills this program ($? is 128 + N). Signals are passed
 on to the command; a second SIGINT, SIGTERM or SIGHUP kills it.
-`jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
-The command can be suspended while it neither uses the GPU nor, with --serve, has a connection. It loses nothing, and resumes automatically.
+`jupyter gpu status` shows the command, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
+It can be suspended while it is not using the GPU and, with --serve, has no open connection. It loses nothing, and resumes automatically.
 """
 
 
@@ -69,7 +69,7 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--serve",
         "PORT",
-        "a TCP port that it serves: it is in use while a connection is open, and a new one resumes it (repeatable)",
+        "a TCP port that the program serves: an open connection keeps it in use, and a new one resumes it (repeatable)",
         action="append",
         default=[],
     )
@@ -79,9 +79,9 @@ def configure(parser: Parser) -> None:
 def add_program(parser: Parser) -> None:
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
     parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
-    parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
+    parser.argument("--name", "TEXT", "the program's name in `jupyter gpu status`", default="")
     parser.argument("--wait", "DURATION", "how long to wait for room (default: no limit)", by=DURATIONS)
-    parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
+    parser.argument("command", "COMMAND", "the program and its arguments", nargs=argparse.REMAINDER)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -126,8 +126,8 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
     devices = whole_number("--devices", options.devices, _DEVICES)
     if devices > 1 and options.fraction not in (None, "1", os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")):
         raise UsageError(
-            f"--fraction {options.fraction} cannot be combined with --devices {devices}, because several GPUs are always whole; leave "
-            f"--fraction out"
+            f"--fraction {options.fraction} cannot be combined with --devices {devices}, because several GPUs are always allocated whole; "
+            "leave --fraction out"
         )
     fraction = "1" if devices > 1 else options.fraction or "1/4"
     # Show only the names of the program and of its first file, because arguments may be secret.

@@ -21,7 +21,7 @@ _HOSTS = re.compile(r"\s*(\d{1,4}|\?)x\(([^()]*)\)", re.ASCII)
 _POWER = re.compile(r"(\d{1,4})-(\d{1,4})", re.ASCII)
 _FORM = (
     "use COUNTx(COUNTxMEMORY) such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)', or '?x(8x80GiB)' with --find-devices; "
-    f"at most {MOST_DEVICES} GPUs in all"
+    f"at most {MOST_DEVICES} GPUs in total"
 )
 
 
@@ -132,7 +132,7 @@ def _devices(option: str, text: str) -> list[int]:
         if match is None or not 0 < count <= MOST_DEVICES - len(sizes):
             raise UsageError(
                 f"{option} {text[:60]!r} is not valid; use COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB, at most "
-                f"{MOST_DEVICES} GPUs in all"
+                f"{MOST_DEVICES} GPUs in total"
             )
         try:
             sizes += [parse_memory_mib(match[2])] * count
@@ -164,5 +164,5 @@ def check_pools(scenario: Scenario, trace: list[Session]) -> None:
     for name in ("baselines", "find_devices"):
         if pool is not None and getattr(scenario, name):
             raise UsageError(
-                f"{name} only supports the default pool, but sessions also run in pool {pool!r}; leave one of them out"
+                f"{name} only supports the default pool, but some sessions run in pool {pool!r}; leave out {name} or these sessions"
             )

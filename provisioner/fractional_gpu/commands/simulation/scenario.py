@@ -56,35 +56,35 @@ Percent = Annotated[int, Meta(ge=0, le=100)]
 
 class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     # where sessions come from: exactly one of users, sessions with cells, and from_ledger
-    users: Annotated[Count | None, _help("synthetic build-phase users")] = None
-    days: Annotated[Count, _help("number of days they work")] = 1
+    users: Annotated[Count | None, _help("number of synthetic build-phase users")] = None
+    days: Annotated[Count, _help("number of days that the users work")] = 1
     seed: Annotated[int, _help("seed of the synthetic sessions")] = 1
-    seeds: Annotated[Count, _help("number of seeds, from `seed` on, that a search must satisfy")] = 1
-    sessions: Annotated[str | None, _help("CSV of sessions, with `cells`")] = None
-    cells: Annotated[str | None, _help("CSV of executed cells, with `sessions`")] = None
-    from_ledger: Annotated[str | None, _help("a broker's ledger; empty: your own broker's")] = None
+    seeds: Annotated[Count, _help("number of seeds, starting at `seed`, that a search must satisfy")] = 1
+    sessions: Annotated[str | None, _help("CSV file of sessions; also needs `cells`")] = None
+    cells: Annotated[str | None, _help("CSV file of executed cells; also needs `sessions`")] = None
+    from_ledger: Annotated[str | None, _help("a broker's ledger; if empty, your own broker's")] = None
     one_gpu_only: Annotated[bool, _help("leave out sessions that use several GPUs at once")] = False
     groups: Annotated[str | None, _help("NAME:SIZE or NAME:SIZE@POOL, separated by commas")] = None
     write_trace: Annotated[tuple[str, str] | None, _help("write sessions and cells to these two files")] = None
 
     # what synthetic users do; by default, as in the published trace
-    habit: Annotated[Habit, _help("how they work: " + ", ".join(Habit))] = Habit.PUBLISHED
-    pace: Annotated[Pace, _help("median GPU cell: 11 min (long), or 2 min and more cells (short)")] = Pace.LONG
+    habit: Annotated[Habit, _help("how the users work: " + ", ".join(Habit))] = Habit.PUBLISHED
+    pace: Annotated[Pace, _help("median GPU cell: 11 min (long), or 2 min with more cells (short)")] = Pace.LONG
     memory_of: Annotated[Memory, _help("size of a session's memory: its peak, or one cell's")] = Memory.SESSION
     several_gpus: Annotated[Percent, _help("percent of sessions that use 4 or 8 GPUs")] = SEVERAL_PERCENT
     joint_starts: Annotated[Percent, _help(f"percent of users who start together, in classes of {CLASS_SIZE}")] = 0
     lunch: Annotated[Duration, _help("length of the lunch break, when no cell starts, at most 4h")] = Duration.of("0s")
-    weekends: Annotated[bool, _help("leave two days of seven free")] = False
-    weekend_users: Annotated[Percent, _help("percent of users who work on a free day")] = 0
+    weekends: Annotated[bool, _help("give users two days off in every seven")] = False
+    weekend_users: Annotated[Percent, _help("percent of users who work on a day off")] = 0
     time_zones: Annotated[int, Meta(ge=1, le=24), _help("number of time zones that the users live in")] = 1
     ask_error: Annotated[int, Meta(ge=0, le=200), _help("percent by which requested and used memory differ")] = 0
     urgent_users: Annotated[Percent, _help("percent of users with priority 1")] = 0
 
     # the machine
     devices: Annotated[str, _help("the GPUs of one host")] = "8x80GiB"
-    hosts: Annotated[str | None, _help("hosts: '4x(8x80GiB),2x(4x40GiB)'; to search without limit '?x(8x80GiB)'")] = (
-        None
-    )
+    hosts: Annotated[
+        str | None, _help("hosts, such as '4x(8x80GiB),2x(4x40GiB)'; '?x(8x80GiB)' searches without a limit")
+    ] = None
     door: Annotated[DoorRule, _help("how a session gets a host when it opens: " + ", ".join(DoorRule))] = DoorRule.FIT
     policy: Annotated[str | None, _help("a broker's configuration file")] = None
     host_memory: Annotated[
@@ -93,10 +93,10 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     swap_fixed: Annotated[Duration, _help("fixed time per swap")] = Duration.of("300ms")
     save_speed: Annotated[Size, _help("memory saved per second")] = Size.of("1800MiB")
     restore_speed: Annotated[Size, _help("memory restored per second")] = Size.of("4000MiB")
-    parallel_swaps: Annotated[Count, _help("swaps at a time per host")] = 1
+    parallel_swaps: Annotated[Count, _help("simultaneous swaps per host")] = 1
     failed_swaps: Annotated[Percent, _help("percent of swaps that fail harmlessly")] = 0
     foresight: Annotated[Duration | None, _help("how long before a GPU cell its user shows activity")] = None
-    false_signs: Annotated[int, Meta(ge=0, le=90), _help("percent of such activity without a cell after it")] = 0
+    false_signs: Annotated[int, Meta(ge=0, le=90), _help("percent of such activity that is not followed by a cell")] = 0
     slowdown: Annotated[bool, _help("busy cells on one device slow each other down")] = True
     every_cell_asks: Annotated[bool, _help("make cells that do not use the GPU wait for it too")] = False
     request: Annotated[Percent, _help("guaranteed percent of a session's cap, if the policy reserves by use")] = 100
@@ -105,18 +105,18 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     ] = Duration.of("1m")
 
     # what to find out
-    find_devices: Annotated[bool, _help("find the fewest devices, or hosts, with short enough waits")] = False
-    p95_wait: Annotated[Duration | None, _help("goal: the longest wait of 95 % of GPU cells; 3s without a goal")] = None
-    p99_wait: Annotated[Duration | None, _help("goal: the longest wait of 99 % of GPU cells")] = None
+    find_devices: Annotated[bool, _help("find the fewest devices, or hosts, that keep waits short enough")] = False
+    p95_wait: Annotated[Duration | None, _help("goal: longest wait for 95 % of GPU cells; 3s if no goal is set")] = None
+    p99_wait: Annotated[Duration | None, _help("goal: longest wait for 99 % of GPU cells")] = None
     p95_late: Annotated[Duration | None, _help("goal: how late 95 % of the cells of 95 % of users may be")] = None
     baselines: Annotated[tuple[str, ...], _help("also run: " + ", ".join(BASELINES))] = ()
     mps_fill: Annotated[Percent, _help("percent of a device that one cell uses, for mps-pack")] = MPS_FILL_PERCENT
-    record: Annotated[str | None, _help("write the run line by line; gzip if the name ends in .gz")] = None
-    replay: Annotated[str | None, _help("check that a recorded run has the same effects")] = None
+    record: Annotated[str | None, _help("write the run line by line; gzipped if the file name ends in .gz")] = None
+    replay: Annotated[str | None, _help("check that replaying this recorded run has the same effects")] = None
 
     # what the leases use, as the broker meters it
     meter: Annotated[bool, _help("meter device time, energy and charges, at the prices of `policy`")] = False
-    usage: Annotated[str | None, _help("write all rows of the meter to this file, as JSON")] = None
+    usage: Annotated[str | None, _help("write all metered rows to this file, as JSON")] = None
     power: Annotated[str, _help("each device's power, idle to peak, in W")] = "75-700"
     power_noise: Annotated[Percent, _help("percent of noise in power and measured use")] = 0
 
@@ -189,7 +189,7 @@ def read_scenario(options: argparse.Namespace) -> Scenario:
     for text in options.set:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"--set {text[:60]!r} is not of the form KEY=VALUE, such as several_gpus=0")
+            raise UsageError(f"--set {text[:60]!r} is not in the form KEY=VALUE, such as several_gpus=0")
         values[name.strip()] = _toml_value(value.strip())
     flags = {name: getattr(options, name) for name in Scenario.__struct_fields__ if hasattr(options, name)}
     if options.trace is not None:
@@ -220,7 +220,7 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
     given = {name: value for name, value in given.items() if value is not False}
     for name, needed in _NEEDS:
         if name in given and not any(one in given for one in needed):
-            raise UsageError(f"{_said(name, given)} needs {' or '.join(needed)}; add it, or leave {name} out")
+            raise UsageError(f"{_said(name, given)} requires {' or '.join(needed)}; add it, or leave {name} out")
     for one, other, reason in _EXCLUDES:
         if one in given and other in given:
             raise UsageError(f"{one} and {_said(other, given)} cannot be combined: {reason}; leave one of them out")
@@ -235,11 +235,10 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
         raise UsageError(f"unknown baseline {unknown[0]!r}; choose from: {', '.join(BASELINES)}")
     if not scenario.find_devices and (scenario.hosts or "").strip().startswith("?"):
         raise UsageError(
-            f"--hosts {scenario.hosts!r:.60} without --find-devices is not allowed; give a number of hosts, such as '4x(8x80GiB)', or add "
-            "--find-devices"
+            f"--hosts {scenario.hosts!r:.60} requires --find-devices; add it, or give a number of hosts, such as '4x(8x80GiB)'"
         )
     if scenario.door is DoorRule.SLURM_SHARDS and (name := next((one for one in _OF_ONE_RUN if one in given), "")):
-        raise UsageError(f"{name} and door=slurm-shards cannot be combined: there is no broker; leave one of them out")
+        raise UsageError(f"{name} needs a broker, which door=slurm-shards does not have; leave one of them out")
 
 
 def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
@@ -252,8 +251,8 @@ def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
             raise UsageError(f"{_said(name, given)} only applies to habit=published, not to habit={scenario.habit}")
     if scenario.habit is Habit.TEACHING_LAB and scenario.lunch:
         raise UsageError(
-            f"{_said('lunch', given)} and the habit {scenario.habit} cannot be combined, because that habit has no lunch; "
-            f"leave one of them out"
+            f"{_said('lunch', given)} and the habit {scenario.habit} cannot be combined, because that habit has no lunch break; leave one "
+            "of them out"
         )
 
 
@@ -273,10 +272,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scenario", type=Path, metavar="FILE", help="a TOML file with any of the keys below")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="one of the keys below (repeatable)")
-    add("--users", type=int, metavar="N", help="synthetic build-phase users")
+    add("--users", type=int, metavar="N", help="number of synthetic build-phase users")
     add("--days", type=int, metavar="D", help="number of days (default: 1)")
     add("--seed", type=int, metavar="S", help="seed of the synthetic sessions (default: 1)")
-    add("--trace", nargs=2, metavar=("SESSIONS", "CELLS"), help="sessions and their cells, two CSV files")
+    add("--trace", nargs=2, metavar=("SESSIONS", "CELLS"), help="two CSV files: the sessions and their cells")
     add(
         "--from-ledger",
         nargs="?",
@@ -288,14 +287,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--hosts",
         metavar="Nx(NxSIZE)",
-        help="hosts with their GPUs, such as '4x(8x80GiB)'; with --find-devices at most these, or '?x(8x80GiB)'",
+        help="hosts with their GPUs, such as '4x(8x80GiB)'; with --find-devices, at most these; '?x(8x80GiB)' sets no limit",
     )
     add("--policy", metavar="FILE", help="a broker's configuration file (default: a broker's default pool)")
-    add("--find-devices", action="store_true", help="find the fewest devices, or hosts, with short enough waits")
-    add("--p95-wait", metavar="TIME", help="the longest wait of 95 %% of GPU cells (default: 3s)")
+    add("--find-devices", action="store_true", help="find the fewest devices, or hosts, that keep waits short enough")
+    add("--p95-wait", metavar="TIME", help="the longest that 95 %% of GPU cells may wait (default: 3s)")
     add("--baseline", action="append", dest="baselines", choices=BASELINES, help="also run this baseline (repeatable)")
     add("--picture", type=Path, metavar="FILE", help="write an HTML page that shows the run")
-    add("--json", action="store_true", help="print JSON, with the baselines in `baselines`")
+    add("--json", action="store_true", help="print JSON, with the baselines under `baselines`")
 
 
 def keys_help() -> str:

@@ -28,7 +28,7 @@ _GROUP = re.compile(r"([\w.-]{1,60}):(\d{1,6})(?:@([\w.-]{1,60}))?", re.ASCII)
 def read_trace(scenario: Scenario) -> list[Session]:
     if scenario.users is not None:
         with Progress("synthetic users") as progress:
-            count = progress.counter("user-days made up")
+            count = progress.counter("user-days generated")
             trace = synthetic_sessions(scenario.users, scenario.days, scenario.seed, scenario.load(), count)
     elif scenario.from_ledger is not None:
         with Progress("reading the ledger ...", silent=True):
@@ -45,8 +45,8 @@ def read_trace(scenario: Scenario) -> list[Session]:
     if len(kept) < len(trace):
         print(f"left out: {plural(len(trace) - len(kept), 'session')} with several GPUs at once", file=sys.stderr)
     if not kept:
-        where = scenario.sessions or "the synthetic users"
-        raise CommandError(f"nothing to simulate: every session of {where} uses several GPUs at once")
+        where = scenario.sessions or "the synthetic trace"
+        raise CommandError(f"nothing to simulate: every session in {where} uses several GPUs at once")
     return kept
 
 
@@ -70,14 +70,14 @@ def read_history(given: str) -> list[PastLease]:
         folder = state_folder(socket_path())
         found_here = [folder / name for name in LEDGER_NAMES if (folder / name).exists()]
         if not found_here:
-            raise CommandError(f"{folder} has no ledger; name one with --from-ledger FILE")
+            raise CommandError(f"there is no ledger in {folder}; give one with --from-ledger FILE")
         path = found_here[0]
     try:
         found = [one for one in read_past(path) if one.turns]
     except LedgerError as error:
         raise CommandError(str(error)) from None
     if not found:
-        raise CommandError(f"{path} has no GPU cells yet; run some notebooks with a broker of this version first")
+        raise CommandError(f"{path} has no GPU cells yet; run some notebooks with this version of the broker first")
     return found
 
 

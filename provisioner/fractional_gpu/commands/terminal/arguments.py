@@ -77,7 +77,7 @@ LEASES, DEVICES, POOLS, KERNELSPECS = map(_found_by, ("leases", "devices", "pool
 def require_packages(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise CommandError(f"this needs {' and '.join(missing)}: pip install 'jupyter-fractional-gpu[lab]'")
+        raise CommandError(f"this needs {' and '.join(missing)}; run: pip install 'jupyter-fractional-gpu[lab]'")
 
 
 def whole_number(option: str, text: str, allowed: range) -> int:

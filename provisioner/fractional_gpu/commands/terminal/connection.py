@@ -12,9 +12,9 @@ from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-NO_KERNELS = "so no kernels are on a GPU; the first kernel that wants one starts a broker"
+NO_KERNELS = "so no kernels are on a GPU; the first kernel that needs one starts a broker"
 LONGEST_SOCKET = 100  # bytes of its path; UNIX sockets allow a little more
-RUN_ONE = "start one with `jupyter gpu broker`, or name another broker's socket with --socket"
+RUN_ONE = "start one with `jupyter gpu broker`, or choose another broker's socket with --socket"
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
@@ -75,9 +75,9 @@ def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWa
     def tell(error: BrokerUnavailableError | None) -> None:
         nonlocal silent
         if error is None:
-            say("The broker answers again.")
+            say("The broker is responding again.")
         elif not silent:
-            say(f"{error}. This command continues when the broker answers.")
+            say(f"{error}. This command will continue when the broker responds.")
         silent = error is not None
 
     def connect(timeout_s: float) -> BrokerClient:

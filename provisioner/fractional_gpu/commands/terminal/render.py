@@ -204,7 +204,7 @@ def _seat_wait(wait: SeatWait) -> str:
     asked = f"{format_fraction(wait.fraction_milli)} GPU, {format_memory(wait.memory_mib)}"
     left = "" if wait.expected_ms is None else format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms, more=True)
     expected = f"; {left}" if left else ""
-    passed = f"; {wait.passed_over} smaller ones were granted before it" if wait.passed_over else ""
+    passed = f"; {wait.passed_over} smaller ones went ahead of it" if wait.passed_over else ""
     return f"    {wait.position}. {server_name(wait.owner, wait.server)}: {asked}, for {format_duration(wait.waited_ms)}{expected}{passed}"
 
 

@@ -304,9 +304,9 @@ def sentence(advice: Advice) -> str:
     followed = advice.follow_up
     if followed is not None:
         before, now = (format_fraction(milli) for milli in (followed.given.before_milli, followed.given.milli))
-        full = f"full on {followed.full_days}" if followed.full_days else "never full"
+        full = f"full on {followed.full_days} of them" if followed.full_days else "never full"
         parts.append(
-            f"Since the suggested change from {before} to {now} GPU: at most {format_memory(followed.peak_mib)} on "
+            f"Since the suggested change from {before} to {now} GPU: at most {format_memory(followed.peak_mib)} used over "
             f"{plural(followed.days, 'day')}, {full}"
         )
     return ". ".join(parts)
@@ -327,7 +327,7 @@ def _figures(advice: Advice) -> str:
     present_mib, days = advice.present.share.memory_mib, plural(advice.days, "day")
     used = f"at most {format_memory(advice.peak_mib)} of {format_memory(present_mib)} was used on {days}"
     if advice.growth_milli >= 50:
-        used += f" (growing, by about {advice.growth_milli // 10} % in two weeks)"
+        used += f" (growing by about {advice.growth_milli // 10} % in two weeks)"
     if advice.use_milli:
         used += f", and cells used {advice.use_milli // 10} % of a GPU"
     if advice.held_ms:
@@ -338,11 +338,11 @@ def _figures(advice: Advice) -> str:
 def _risk_words(risk: Risk) -> str:
     words = f"it {_short(risk)}"
     if risk.unknown_days:
-        words += f"; on {risk.unknown_days} more a smaller share was full, so this one may have been too small, too"
+        words += f"; on {risk.unknown_days} more, a smaller share was full, so this one may also have been too small"
     else:
-        words += f", and judging by these, {max(1, risk.short_milli // 10)} % of future days may be short"
+        words += f", and judging by these, {max(1, risk.short_milli // 10)} % of future days may be short of memory"
     if risk.slowed_milli > _WORTH_A_WORD_MILLI:
-        words += f"; next to neighbours that use all the rest, cells take up to {risk.slowed_milli / 1000:.2f} times as long as alone"
+        words += f"; if neighbours use all the rest, cells take up to {risk.slowed_milli / 1000:.2f} times as long as they do alone"
     return words
 
 

@@ -82,7 +82,7 @@ _GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
         "only its own user, root, or a user who may trace it can do this; or persistence mode is off (as root: `nvidia-smi -pm 1`)"
     ),
     GPUErrorCode.NOT_SUPPORTED: "the driver cannot do this for this process, device or driver release",
-    GPUErrorCode.OPERATING_SYSTEM: "the operating system refused a request of the driver",
+    GPUErrorCode.OPERATING_SYSTEM: "the operating system refused a request from the driver",
 }
 _FABRIC_MANAGER: Final = "on an HGX host, it needs the fabric manager: `systemctl status nvidia-fabricmanager`"
 
@@ -115,7 +115,7 @@ class NvidiaCheckpointer:
     def why_cannot_move(self) -> str:
         needed = ("CUcheckpointGpuPair", "CUcheckpointRestoreArgs")
         if missing := [name for name in needed if not hasattr(self._driver, name)]:
-            return f"the installed cuda-bindings lack {missing[0]} (those before 13.0, and 13.3.0): {INSTALL_BINDINGS} --upgrade"
+            return f"the installed cuda-bindings lack {missing[0]} (missing before 13.0 and in 13.3.0): {INSTALL_BINDINGS} --upgrade"
         result, version = self._ask("cuDriverGetVersion")
         if result != _SUCCESS or not isinstance(version, int):
             return f"the CUDA driver does not report its version: {self._name(result)}"
@@ -223,7 +223,7 @@ class NvidiaCheckpointer:
         except (ValueError, KeyError) as error:
             # The bindings convert numbers to enumeration members, and raise ValueError for a number that only a newer driver has.
             # Versions 12.9 to 13.1 look up results in a dictionary, and raise KeyError.
-            raise _UnknownAnswerError(f"{call} returned a value that this version does not know ({error})") from error
+            raise _UnknownAnswerError(f"{call} returned a value unknown to this version ({error})") from error
         except RuntimeError as error:
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,

@@ -59,7 +59,5 @@ def _folder(group: str) -> bytes:
     folders = [mount.folder(path) for mount in mounts() if mount.version == 2]
     found = next((folder for folder in folders if folder is not None and folder.is_dir()), None)
     if found is None:
-        raise GPUError(
-            GPUErrorCode.OPERATING_SYSTEM, f"control group {group} is not in a mounted hierarchy of version 2"
-        )
+        raise GPUError(GPUErrorCode.OPERATING_SYSTEM, f"control group {group} is not in a mounted cgroup v2 hierarchy")
     return str(found).encode()

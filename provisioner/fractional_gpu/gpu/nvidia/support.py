@@ -52,12 +52,12 @@ def driver_refusal(version: str, *, machine: str | None = None) -> str:
     """Return why this driver can't be used for checkpoints on this machine type (`platform.machine()`), or "" if it can."""
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
-        return f"NVIDIA's driver does not checkpoint on most {machine} machines: use an x86-64 one"
+        return f"NVIDIA's driver does not support checkpoints on most {machine} machines: use an x86-64 one"
     if _WSL_DEVICE.exists():
         return "under WSL2, the driver can neither checkpoint nor list processes: kernels share the device but are not suspended"
     major = re.match(r"\d+", version)
     if major is None:
-        return f"the NVIDIA driver reports an unknown version, {version!r}"
+        return f"the NVIDIA driver reports an unrecognised version, {version!r}"
     if int(major[0]) < _FIRST_DRIVER:
         return f"the NVIDIA driver {version} cannot checkpoint: install {_FIRST_DRIVER} or newer"
     reason = _matching(version, _REFUSED)

@@ -125,7 +125,7 @@ class SimulatedCheckpointer:
             raise
 
     def _refuse(self, operation: str, pid: int, state: ProcessState) -> None:
-        if state is NEEDS[operation]:
+        if state is (needed := NEEDS[operation]):
             return
         code = GPUErrorCode.ILLEGAL_STATE
         if state is ProcessState.GONE:
@@ -134,7 +134,7 @@ class SimulatedCheckpointer:
             code = GPUErrorCode.NOT_INITIALIZED
         elif state is ProcessState.FAILED and operation == "restore":
             code = GPUErrorCode.OPERATING_SYSTEM
-        raise GPUError(code, f"{operation} of process {pid}: it is {state.value}, but must be {NEEDS[operation].value}")
+        raise GPUError(code, f"cannot {operation} process {pid}: its state is {state}, but it must be {needed}")
 
     def _save(self, process: Process) -> None:
         self._change(process.key, "phase='device'", "phase='saving'")
@@ -160,7 +160,7 @@ class SimulatedCheckpointer:
         available = self._store.available_bytes()
         if needed > available:
             raise OSError(
-                f"moving {needed / MIB:.0f} MiB needs as much free memory, and only {available / MIB:.0f} MiB is left"
+                f"moving {needed / MIB:.0f} MiB needs that much free memory, but only {available / MIB:.0f} MiB is left"
             )
         for number, size in sizes:
             _copy(folder / f"{number}.{source}", folder / f"{number}.{target}", size, charged_to=charged_to)
@@ -191,7 +191,7 @@ class SimulatedCheckpointer:
             else:
                 fatal = (
                     f"restoring this process's memory failed: {process.n_bytes / MIB:.0f} MiB did not fit onto {target.name}, "
-                    f"where {used / MIB:.0f} MiB were in use; its state is lost: restart the kernel"
+                    f"where {used / MIB:.0f} MiB was in use; its state is lost: restart the kernel"
                 )
                 done = db.execute("UPDATE processes SET phase='failed', fatal=? WHERE key=?", (fatal, process.key))
             _check_changed(db, process.key, done.rowcount)

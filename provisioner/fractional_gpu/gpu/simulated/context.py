@@ -233,7 +233,7 @@ class Context:
         except sqlite3.IntegrityError:
             self.store.close()
             raise SimulatedCudaError(
-                "this process has a simulated context already, made by another copy of this module or about to end: "
+                "this process already has a simulated context, made by another copy of this module or about to end: "
                 "restart the kernel"
             ) from None
         except BaseException as error:

@@ -119,7 +119,7 @@ class Buffer:
 
     def _mine(self) -> Context:
         if self._number is None:
-            raise SimulatedCudaError("this buffer was freed")
+            raise SimulatedCudaError("this buffer has been freed")
         if self._context is not _context:
             raise SimulatedCudaError(
                 f"this buffer belongs to another context, of process {self._context.pid}: allocate a new one "
@@ -144,7 +144,7 @@ class Buffer:
                 raise
             raise SimulatedCudaError(
                 f"this machine has no room left for the simulated GPU's contents in {self._context.store.directory}: "
-                "free something, or start the broker with a smaller --simulate"
+                "free some space there, or start the broker with a smaller --simulate"
             ) from error
 
 

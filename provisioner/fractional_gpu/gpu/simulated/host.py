@@ -45,7 +45,7 @@ def parse_devices(text: str) -> list[int]:
         count, mib = (int(match[1] or "1"), int(match[2]) * _MIB_PER[match[3].lower()]) if match else (0, 0)
         if count < 1 or not 1 <= mib <= _MAX_MIB or len(sizes) + count > MAX_DEVICES:
             raise SimulatedHostError(
-                f"simulated devices {text[:80]!r} are malformed or too many; expected COUNTxMEMORY such as 2x80GiB, 4x512MiB or "
+                f"the simulated devices {text[:80]!r} are invalid or too many; expected COUNTxMEMORY such as 2x80GiB, 4x512MiB or "
                 f"2x80GiB,1x40GiB, at most {MAX_DEVICES} devices of 1 MiB to 16 TiB each"
             )
         sizes += [mib] * count

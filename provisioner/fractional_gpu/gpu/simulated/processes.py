@@ -79,7 +79,7 @@ def own_key(store: Store) -> str:
     try:
         start = parse_stat(read_file("/proc/self/stat")).start_time
     except (FileNotFoundError, ProcessLookupError):
-        raise SimulatedHostError("this process is not in /proc: the simulated GPU needs it mounted") from None
+        raise SimulatedHostError("this process is not in /proc: the simulated GPU needs /proc to be mounted") from None
     key = f"{os.getpid()}-{start}-{boot()}"
     return key if own_namespace() == store.home_namespace() else f"{key}{_WITHIN}{own_namespace()}"
 
