@@ -251,7 +251,7 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
     assert told[1].endswith("  it was admitted  (lease.admitted)")
     assert told[2][2] == ":"
     assert told[3] == (
-        "train.ipynb (3f2a9c1b): suspended, 12 s; waiting at position 2: 2 GiB is needed; about 40 s (10 s to 2 min)"
+        "train.ipynb (3f2a9c1b): suspended, 12 s; waiting at place 2 in the queue: 2 GiB is needed; about 40 s (10 s to 2 min)"
     )
 
 

@@ -283,7 +283,7 @@ def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | Non
     lines += table((), happened, indent="", width=width)
     now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
-        now += f"; waiting at position {lease.position}: {lease.sentence}{expected_wait(lease)}"
+        now += f"; waiting at place {lease.position} in the queue: {lease.sentence}{expected_wait(lease)}"
     slowed = [f"slowed down: {story.slowdown.sentence}"] if story.slowdown.sentence else []
     return [*lines, *fitted([now, *slowed], width)]
 
