@@ -190,7 +190,7 @@ async def test_a_server_that_dies_before_it_serves_says_so_at_once(cluster: Clus
     del spawner.mock_port  # the port never comes
     start = asyncio.create_task(spawner.start())
     if how != "at once":
-        await until_true(lambda: any("runs on n" in text for text in messages(spawner)))
+        await until_true(lambda: any("started on n" in text for text in messages(spawner)))
         cluster.call("scancel", spawner.job_id)
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(web.HTTPError) as refusal:

@@ -385,7 +385,7 @@ def test_servers_on_other_addresses_and_unknown_ones_are_refused() -> None:
         ["ollama=http://127.0.0.1:65536"], ["ollama=http://127.0.0.1:0"], ["ollama=http://me@127.0.0.1"], ["ollama=http://127.0.0.1/x"],
         ["ollama=http://127.0.0.1:80@evil.example"], ["ollama=http://localhost.evil.example"], ["ollama\n"],
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="'ollama', 'comfyui', 'llama-swap', 'vllm'; if a server"):
+        with pytest.raises(ValueError, match="'ollama', 'comfyui', 'llama-swap', 'vllm'; for a server"):
             parse_yielders(wrong)
 
 
