@@ -237,7 +237,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             )
             self._gpu_confirmed = True
         except FractionalGPUError as error:  # do not raise it, or a starting hub would assume that the server has ended
-            self.log.warning("Could not confirm the seat of %s, will try again: %s", self._log_name, error)
+            self.log.warning("Could not confirm that %s holds its seat; will try again: %s", self._log_name, error)
         else:
             self._gpu_confirmed = True
 

@@ -111,7 +111,7 @@ def _section() -> dict[str, Any]:
     wrong = [key for key in section if not isinstance(key, str) or key in _OF_TLJH]
     if wrong:
         raise ConfigError(
-            f"config.yaml: {SECTION} has the key {wrong[0]!r}; expected `pools` or an argument of `fractional_gpu_hub.configure`, "
-            "except `spawner`, because TLJH's own is used"
+            f"config.yaml: invalid key {wrong[0]!r} in {SECTION}; expected `pools` or an argument of `fractional_gpu_hub.configure` "
+            "other than `spawner`, because TLJH sets its own"
         )
     return dict(section)

@@ -514,7 +514,7 @@ def _sets_managed_resource(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _reinitializes_managed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this call of `rmm.reinitialize(pool_allocator, managed_memory, ...)` requests managed memory."""
+    """Return whether this call to `rmm.reinitialize(pool_allocator, managed_memory, ...)` requests managed memory."""
     return bool(kwargs.get("managed_memory", args[1] if len(args) > 1 else False))
 
 
@@ -566,7 +566,7 @@ def _profiled_with(profiler: str) -> str:
 
 
 def _traces_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this call of torch's `_prepare_profiler(config, activities)` or `_enable_profiler` profiles CUDA."""
+    """Return whether this call to torch's `_prepare_profiler(config, activities)` or `_enable_profiler` profiles CUDA."""
     activities = args[1] if len(args) > 1 else kwargs.get("activities", ())
     return any(getattr(activity, "name", "") == "CUDA" for activity in activities)
 

@@ -330,10 +330,10 @@ def test_what_cannot_move_is_refused_before_anything_is_tried(
     assert one.why_cannot_move == ""
     if cause == "bindings":
         monkeypatch.delattr(FakeDriver, "CUcheckpointGpuPair")
-        sentence = "cuda-bindings lack CUcheckpointGpuPair .*: pip install"
+        sentence = "cuda-bindings has no CUcheckpointGpuPair .*: pip install"
     elif cause == "bindings 13.3.0":
         monkeypatch.delattr(FakeDriver, "CUcheckpointRestoreArgs")
-        sentence = "cuda-bindings lack CUcheckpointRestoreArgs .*: pip install"
+        sentence = "cuda-bindings has no CUcheckpointRestoreArgs .*: pip install"
     elif cause == "driver":
         driver.version = 12080
         sentence = "supports CUDA 12.8, but 13.0 is needed; install driver 580"
@@ -442,7 +442,7 @@ def test_bindings_that_cannot_restore_are_refused_before_anything_is_saved(
     monkeypatch.delattr(FakeDriver, "cuCheckpointProcessRestore")
     fails(
         GPUErrorCode.NOT_SUPPORTED,
-        r"lack cuCheckpointProcessRestore; .* except 13\.0\.0 and 13\.0\.1",
+        r"does not provide cuCheckpointProcessRestore; .* except 13\.0\.0 and 13\.0\.1",
         lambda: NvidiaCheckpointer(driver=driver),
     )
     assert driver.calls == []

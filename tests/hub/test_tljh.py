@@ -120,7 +120,7 @@ def test_a_wrong_section_is_named_before_anything_is_written(
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ('{"spawner": "fractional-gpu-local"}', "fractional_gpu has the key 'spawner'; expected .*TLJH's own is used"),
+        ('{"spawner": "fractional-gpu-local"}', "invalid key 'spawner' in fractional_gpu; .*TLJH sets its own"),
         ('{"socket": 5}', "socket = 5: expected the path of the broker's socket"),
     ],
 )

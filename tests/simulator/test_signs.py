@@ -63,7 +63,7 @@ def test_wrong_options_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_
             ("--set", "foresight=20s", "--set", "false_signs=95"),
             "Expected `int` <= 90 - at `$.false_signs`",
         ),
-        (("--set", "foresight=0s"), "foresight=0s is not valid; use a time above 0, such as 20s"),
+        (("--set", "foresight=0s"), "foresight=0s is not valid; use a duration greater than 0, such as 20s"),
         (("--set", "foresight=soon"), "invalid duration 'soon'"),
     ):
         assert main(["simulate", "--users", "1", *arguments]) != 0

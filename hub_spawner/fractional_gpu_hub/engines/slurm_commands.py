@@ -117,7 +117,7 @@ def job_id_of(text: str) -> str:
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Find a job in a list with `JOB_COLUMNS`. Return None if it is not there. Raises EngineUnavailableError if a line is malformed."""
+    """Find a job in a listing whose columns are `JOB_COLUMNS`, or return None. Raises EngineUnavailableError if a line is malformed."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):

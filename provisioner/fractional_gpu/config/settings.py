@@ -100,8 +100,8 @@ class Settings(HasTraits):
     )
     default_fraction = Setting(
         values.optional(values.fraction), None, "1/2",
-        help="The fraction of a GPU for kernels whose kernelspec does not name one, such as '1/2', 0.5 or '500m'. If this is None, it is "
-        "1/4 if the default pool offers that, and otherwise the pool's smallest fraction.",
+        help="The fraction of a GPU for kernels whose kernelspec does not name one, such as '1/2', 0.5 or '500m'. If None, 1/4 if "
+        "the default pool offers that, otherwise the pool's smallest fraction.",
     )
     log_level = Setting(
         values.log_level, "INFO", "DEBUG",

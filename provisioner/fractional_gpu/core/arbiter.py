@@ -290,7 +290,7 @@ class Arbiter:
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
     def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when enough busy leases will have finished their turns to make room for the lease, or None if waiting would not help."""
+        """Return the time at which enough busy leases' turns will be over to make room for the lease, or None if waiting won't help."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
 

@@ -32,7 +32,7 @@ _LOST_COUNTS = 10
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """Return when to suspend an idle lease even if no ticket needs its room. Return None if it should not or cannot be suspended."""
+    """Return the time at which to suspend an idle lease even if no ticket needs its room, or None if it shouldn't or can't be suspended."""
     if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)

@@ -118,7 +118,7 @@ class Pacing(Generic[State]):
         return self._wanted
 
     def next_ms(self) -> int | None:
-        """Return when the next write is due, or None if no write is due."""
+        """Return the time at which the next write is due, or None if no write is due."""
         return self._due_ms
 
     def written(self, now_ms: int, state: State) -> None:

@@ -243,7 +243,7 @@ class OperationResults:
             changes.record_wait_reason(lease, Reason("wait.preempted", why))
 
     def _drop_ticket(self, lease: Lease) -> None:
-        """Drop a lease's ticket, because its memory is on its devices. If the ticket is a claim to grow, keep it."""
+        """Drop a lease's ticket now that its memory is on its devices, unless the ticket asks for more memory."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             ticket.after_suspend, ticket.kept_on = None, ()

@@ -245,7 +245,7 @@ class MemoryCaps:
         return due
 
     def due_ms(self) -> int | None:
-        """Return when the next grace period, or pause after a failed suspend, ends. Return None if neither is pending."""
+        """Return the time at which the next grace period, or pause after a failed suspend, ends. Return None if neither is pending."""
         times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
         times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)

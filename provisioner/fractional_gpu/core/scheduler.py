@@ -94,7 +94,7 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when `serve` should run next, unless an event comes first, such as the end of an operation. Return None if it needn't."""
+        """Return the time at which `serve` should run if no event (such as the end of an operation) comes first, or None if it needn't."""
         due = (self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 

@@ -37,7 +37,7 @@ def _make_way(changes: Changes, device: Device, free_mib: int, margin_mib: int) 
 
 
 def _leaving(books: Books, device: Device) -> list[Lease]:
-    """Return the leases to suspend for strangers now. Idle leases come first, then busy leases in pools that allow it."""
+    """Return the leases that may be suspended now to make room for strangers: idle ones first, then busy ones in pools that allow it."""
     idle = [
         lease
         for lease in Victims(books).idle(device.spec.device_id)

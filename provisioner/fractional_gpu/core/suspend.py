@@ -46,7 +46,7 @@ def lacks_device(books: Books, lease: Lease) -> bool:
 
 
 def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
-    """Return when a resident, idle lease may be suspended for others, or None while it is busy or cannot be suspended.
+    """Return the time from which a resident, idle lease may be suspended for others, or None while it is busy or cannot be suspended.
 
     The lease is left alone while it is pinned, for a while after a failed suspend, and until it has had a chance to run. If its next cell
     is waiting at a closed gate, it is treated as idle after its minimum residency. The caller must also check `lacks_device`.
@@ -115,19 +115,19 @@ _MIN_GATE_WAIT_MS = 1_000  # a cell waits at its gate at least this long for the
 
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
-    """Return when a cell that has been held back since `asked_ms` stops waiting for other leases to leave."""
+    """Return the time at which a cell that has been held back since `asked_ms` stops waiting for other leases to leave."""
     return asked_ms + max(_MIN_GATE_WAIT_MS, swap_ms(books, lease))
 
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
-    """Return when a busy lease completes its minimum residency, or None if it is not resident or cannot be suspended."""
+    """Return the time at which a busy lease completes its minimum residency, or None if it is not resident or cannot be suspended."""
     if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
         return None
     return max(lease.arrived_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the waiting lease will take precedence over the busy `victim`, or None if waiting alone is not enough."""
+    """Return the time at which the waiting lease will take precedence over the busy `victim`, or None if waiting alone is not enough."""
     if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
         return None
     pool = books.policy(lease)
@@ -139,14 +139,14 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
 
 
 def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the waiting lease may first preempt the busy `victim`, or None if waiting alone is not enough."""
+    """Return the time at which the waiting lease may first preempt the busy `victim`, or None if waiting alone is not enough."""
     before_ms = goes_before_from_ms(books, lease, victim)
     had_turn_ms = preemptible_from_ms(books, victim) if before_ms is not None else None
     return None if before_ms is None or had_turn_ms is None else max(before_ms, had_turn_ms)
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when `lease` will have had less of its share than `victim`, which has the same priority, or None if waiting is not enough."""
+    """Return the time at which `lease` will have had less of its share than `victim` (of equal priority), or None if waiting won't help."""
     mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:

@@ -125,7 +125,7 @@ def stranger_devices(books: Books, lease: Lease) -> list[str]:
 
 
 def turns_end_ms(books: Books, lease: Lease) -> int | None:
-    """Return when enough busy leases can be preempted to make room for the lease, or None if waiting won't help."""
+    """Return the time at which enough busy leases can be preempted to make room for the lease, or None if waiting won't help."""
     if not lease.waits_for_room:
         return None
     found = list[int]()

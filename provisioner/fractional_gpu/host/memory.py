@@ -70,7 +70,7 @@ def _meminfo(name: str, proc: Path) -> int:
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the largest shortage at any limit for these needs (MiB by pid), or None if all fit. Raises the same errors as `headroom`."""
+    """Return the largest amount by which `needs` (MiB by pid) exceed a limit, or None if all fit. Raises the same errors as `headroom`."""
     return LimitReader(proc=proc).shortage(needs)
 
 

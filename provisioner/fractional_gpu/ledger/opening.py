@@ -223,8 +223,8 @@ def _create(path: Path) -> None:
         raise ledger_error(
             path,
             "is missing, but its write-ahead log still exists",
-            f"put the database back, or set the log aside with `{set_aside_command(path)}`; the next broker then recovers "
-            "the running kernels, including suspended ones",
+            f"put the database back, or move the log out of the way with `{set_aside_command(path)}`; the next broker then "
+            "recovers the running kernels, including suspended ones",
         )
     with explained(path, "cannot be created", "check the folder's owner and mode and the free space on its disk"):
         unfinished, descriptor = _new_file(path)

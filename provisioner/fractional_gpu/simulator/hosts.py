@@ -24,7 +24,7 @@ def hosts_of(machine: Machine) -> tuple[Host, ...]:
 
 
 class Moments:
-    """The virtual time of all hosts, and a heap of scheduled moments. Moments with the same time run in the order they were scheduled."""
+    """The virtual time of all hosts, and a heap of scheduled events. Events with the same time happen in the order they were scheduled."""
 
     def __init__(self) -> None:
         self.now_ms = 0

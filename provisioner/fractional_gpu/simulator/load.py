@@ -1,6 +1,6 @@
-"""Generates a synthetic load of notebook users. They behave as in a published trace, or have other habits (docs/simulator.md).
+"""Generates a synthetic load of notebook users. Their habits follow a published trace or one of several other patterns (docs/simulator.md).
 
-Each quantity of a session is drawn from its own random numbers, so changing one option does not affect the other quantities. The same seed
+Each quantity of a session is drawn from its own random stream, so changing one option does not affect the other quantities. The same seed
 gives the same trace on every machine.
 """
 

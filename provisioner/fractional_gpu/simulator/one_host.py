@@ -159,7 +159,7 @@ class HostRun:
             self.accounts.drop_saved(self.number, kernel.total_mib)
 
     def count_vain(self, kernel: Kernel) -> None:
-        """Count the memory moved by a kernel's early resume as wasted if no cell has asked for the GPU since."""
+        """If no cell has asked for the GPU since a kernel's early resume, count the memory that the resume moved as wasted."""
         self.result.vain_mib += kernel.early_mib
         kernel.early_mib = 0
 

@@ -128,7 +128,7 @@ class LeaseService:
                 reason="unknown-lease",
             )
         if peer.token is not None and not self._is_token_of(peer, peer.token, kernel, own=own):
-            raise UnauthorizedError("the request's token is not this lease's token", reason="foreign-token")
+            raise UnauthorizedError("the token in the request does not match this lease", reason="foreign-token")
         if own and peer.token is None and not itself:
             raise UnauthorizedError(
                 "this request needs the lease's token in an `Authorization: Bearer TOKEN` header", reason="no-token"

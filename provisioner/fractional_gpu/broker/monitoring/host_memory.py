@@ -228,7 +228,7 @@ class OomProtection:
         replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
-        """Read which processes an earlier broker adjusted. Ignore an unreadable record, because nothing can be undone without it."""
+        """Load the record of processes adjusted by an earlier broker. If it can't be read, ignore it: nothing can be undone without it."""
         try:
             found = msgspec.json.decode(self._record.read_bytes(), type=list[LoweredProcess])
         except FileNotFoundError:

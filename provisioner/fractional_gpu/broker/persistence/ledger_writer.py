@@ -77,17 +77,17 @@ class LedgerWriter:
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
-        """Run the write `act` after all earlier writes. The future is done when the write is on disk. Failures are logged.
+        """Call `act` to perform a write once all earlier writes have finished. Failures are logged.
 
-        With `again`, a write that fails (for example because the disk is full) is retried before all later writes. It is abandoned only if
-        it fails while other writes succeed. The future fails on the first failure.
+        The future is done when the write is on disk. If `again` is true, a failed write (for example because the disk is full) is retried
+        before later ones. It is abandoned only if it fails while other writes succeed. The future fails on the first failure.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
-        """Run the write `act`, and return when it is on disk. Raises LedgerError. If this call is cancelled, the write is still done."""
+        """Call `act` to perform a write, and wait until it is on disk. Raises LedgerError. Cancelling this call does not stop the write."""
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:

@@ -173,7 +173,7 @@ class Operations:
             )
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Keep examining the lease until its state is known or changes. If a process has failed, report that once and continue."""
+        """Keep examining the lease until its state is determined or changes. If a process has failed, report that once and continue."""
         reported = ""
         for attempt in count():
             await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)

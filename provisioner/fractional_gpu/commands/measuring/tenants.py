@@ -141,7 +141,7 @@ class Places:
                 elsewhere.append(tenant)  # keeps its place for now, so that the next tenant does not get it
                 if len(elsewhere) >= _MOST_ELSEWHERE:
                     raise NoSpareRoomError(
-                        f"the broker did not place {len(commands)} programs on one device of pool {self.pool}"
+                        f"the broker did not place all {len(commands)} programs on the same device of pool {self.pool}"
                     )
             for tenant in elsewhere:
                 tenant.end()

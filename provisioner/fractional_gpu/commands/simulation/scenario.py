@@ -230,7 +230,7 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
     if scenario.lunch > _LONGEST_LUNCH_MS:
         raise UsageError(f"{_said('lunch', given)} is too long; use at most 4h")
     if scenario.foresight is not None and not scenario.foresight:
-        raise UsageError(f"{_said('foresight', given)} is not valid; use a time above 0, such as 20s")
+        raise UsageError(f"{_said('foresight', given)} is not valid; use a duration greater than 0, such as 20s")
     if unknown := [name for name in scenario.baselines if name not in BASELINES]:
         raise UsageError(f"unknown baseline {unknown[0]!r}; choose from: {', '.join(BASELINES)}")
     if not scenario.find_devices and (scenario.hosts or "").strip().startswith("?"):

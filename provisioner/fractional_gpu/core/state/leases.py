@@ -472,7 +472,7 @@ class Device:
         return self.known_sums
 
     def mib(self, kind: OccupancyKind) -> int:
-        """Return the total memory reserved by leases with this kind of occupancy, in MiB."""
+        """Return the total memory reserved by leases whose occupancy is `kind`, in MiB."""
         return self.sums.mib[kind]
 
     @property

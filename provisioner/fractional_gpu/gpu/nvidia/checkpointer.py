@@ -102,8 +102,8 @@ class NvidiaCheckpointer:
         if missing:  # if only restore were missing, saved state would be lost
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"the installed cuda-bindings lack {missing}; install 12.8 or newer, except 13.0.0 and 13.0.1: {INSTALL_BINDINGS} "
-                "--upgrade",
+                f"the installed version of cuda-bindings does not provide {missing}; install 12.8 or newer, except 13.0.0 and 13.0.1: "
+                f"{INSTALL_BINDINGS} --upgrade",
             )
         result, _ = self._ask("cuInit", 0)
         if result != _SUCCESS:
@@ -115,7 +115,7 @@ class NvidiaCheckpointer:
     def why_cannot_move(self) -> str:
         needed = ("CUcheckpointGpuPair", "CUcheckpointRestoreArgs")
         if missing := [name for name in needed if not hasattr(self._driver, name)]:
-            return f"the installed cuda-bindings lack {missing[0]} (missing before 13.0 and in 13.3.0): {INSTALL_BINDINGS} --upgrade"
+            return f"the installed version of cuda-bindings has no {missing[0]} (new in 13.0, not in 13.3.0): {INSTALL_BINDINGS} --upgrade"
         result, version = self._ask("cuDriverGetVersion")
         if result != _SUCCESS or not isinstance(version, int):
             return f"the CUDA driver does not report its version: {self._name(result)}"

@@ -143,7 +143,7 @@ class Buffer:
             if error.errno != errno.ENOSPC:
                 raise
             raise SimulatedCudaError(
-                f"this machine has no room left for the simulated GPU's contents in {self._context.store.directory}: "
+                f"not enough space in {self._context.store.directory} for the simulated GPU's memory: "
                 "free some space there, or start the broker with a smaller --simulate"
             ) from error
 
