@@ -136,7 +136,7 @@ def _is_gone(pid: int) -> bool:
     """Whether the process has ended; an orphan may stay a zombie where process 1 reaps none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 
