@@ -121,7 +121,7 @@ def test_a_move_names_every_device_once_on_either_side(
     kernel.run("!x = cuda.allocate(2**20); x.fill(b'moved')")
     suspend(remote.checkpointer, kernel.pid)
     if not can_move(remote):
-        with pytest.raises(GPUError, match=r"cuda-bindings (are older than 13\.0|lack )") as caught:
+        with pytest.raises(GPUError, match=r"cuda-bindings (are older than 13\.0|has no )") as caught:
             remote.checkpointer.restore(kernel.pid, given)
         assert caught.value.code is GPUErrorCode.NOT_SUPPORTED
         assert "cuCheckpointProcessRestore" not in {call.name for call in by_remote(double, remote)}
