@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,15 @@ def test_a_kernel_that_grew_and_asks_leaves_sooner_also_if_it_runs_nothing_then(
     world.want("a")
     assert world.observer.wake is not None
     assert world.observer.wake < late_ms
+
+
+@pytest.mark.parametrize(("host_mib", "leaves"), [(1200, True), (1198, False)])
+def test_a_kernel_leaves_automatically_only_if_half_of_the_host_memory_stays_free(
+    *, host_mib: int, leaves: bool
+) -> None:
+    world = Hand(pools=[auto(hold=1_000_000, wait=1)], host_mib=host_mib)
+    world.run("a", 600)
+    assert bool(stay(world, HOUR_MS)[1]) is leaves
 
 
 def test_a_fixed_time_is_kept_whatever_holding_costs() -> None:

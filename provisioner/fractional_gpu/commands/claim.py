@@ -28,7 +28,7 @@ examples:
 
 `jupyter gpu pin` changes when a claim ends, and `jupyter gpu release` ends it. A claim cannot be suspended. Your programs on its GPU
 that belong to no kernel count against it; start them afterwards. Memory that they still use when it ends counts as other programs' memory.
-With a program, the exit status is the program's. Without one, it is 75 if there was no room in time.
+The exit status is the program's, if there is one, and 75 if there was no room in time.
 """
 
 

@@ -163,7 +163,7 @@ class Pool(HasTraits):
     min_residency_swaps = Setting(
         values.number(0, 1000), 30, 9, to="min_residency_swaps_milli",
         help="A busy kernel stays on its device for at least this many times as long as its suspend and resume are expected to take. With "
-        "9, two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
+        "9, two kernels that are always busy spend at most a tenth of their time on swaps; with 30, about 3%.",
     )
     preempt = Setting(
         values.choice({"never": (False, False), "priorities": (False, True), "fair": (True, True)}),
