@@ -342,7 +342,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads this variable. If the variables are for another process, return False."""
+        """Return whether the installed package reads this variable, or False if the environment is for another process."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):

@@ -46,7 +46,7 @@ class UnleasedKernel:
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
 
     def burst(self, line: str, cell: str) -> None:
-        """Run the cell. Only `run_cell_magic` calls this, because a `%%gpu` line in a notebook is removed earlier."""
+        """Run the cell. Only `run_cell_magic` calls this: in a notebook, the `%%gpu` line is removed before the cell runs."""
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:

@@ -1,4 +1,4 @@
-"""Lines of text in a cell's output, as HTML and as plain text: sentences, lines that change in place, wait messages and notices."""
+"""Lines of text in a cell's output, as HTML and plain text: sentences, lines that are updated in place, wait messages and notices."""
 
 import contextvars
 import os

@@ -87,7 +87,7 @@ class Magics:
         The cell waits for its share as it does for the GPU. The share is given back even if the cell fails or is interrupted.
         %%gpu measure instead finds out which share is enough for the cell, in separate processes; see %gpu help measure.
 
-        With a FRACTION, only `run_cell_magic` calls this method, because a `%%gpu` line in a notebook is removed earlier.
+        With a FRACTION, only `run_cell_magic` calls this method: in a notebook, the `%%gpu` line is removed before the cell runs.
         """
         if not is_measure(line):
             self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
@@ -102,7 +102,7 @@ class Magics:
     def cpu(self, line: str, cell: str) -> None:
         """Run this cell without waiting for the GPU. The cell must not use the GPU.
 
-        Only `run_cell_magic` calls this method, because a `%%cpu` line in a notebook is removed earlier.
+        Only `run_cell_magic` calls this method: in a notebook, the `%%cpu` line is removed before the cell runs.
         """
         if line.strip():
             raise _usage_error(f"%%cpu takes no arguments; given: {line.strip()[:100]}")

@@ -168,9 +168,9 @@ class Pool(HasTraits):
     preempt = Setting(
         values.choice({"never": (False, False), "priorities": (False, True), "fair": (True, True)}),
         "fair", "priorities", to="preempt_equals preempt_priorities",
-        help="Whether kernels may be suspended in the middle of a cell: 'never'; 'priorities': for kernels of a higher priority; "
-        "'fair': also for kernels of the same priority, so that all get their share of the time. After each cell, a kernel always "
-        "makes room for kernels that have waited longer.",
+        help="When a kernel may be suspended in the middle of a cell: 'never'; 'priorities': to make room for kernels of a higher "
+        "priority; 'fair': for kernels of the same priority, too, so that all get their share of the time. After each cell, a kernel "
+        "always makes room for kernels that have waited longer.",
     )
     overlap_resume = Setting(
         values.boolean, False, True, to="overlap_resume",
@@ -283,7 +283,7 @@ class Pool(HasTraits):
         budgets.over_budget, "lower-priority", "when-free, no-new-seats",
         help="What happens to a user or group whose budget (c.GPUBroker.budgets) is used up: 'lower-priority': others go first; "
         "'when-free': their kernels get a GPU only while no other user waits; 'no-new-seats': they cannot start servers with a "
-        "GPU, or kernels outside such a server; 'nothing': no effect. No kernel is ended, and no state is lost.",
+        "GPU, nor GPU kernels outside one; 'nothing': no effect. Running kernels are never ended, and no state is lost.",
     )
     wait_target = Setting(
         values.duration(), "30s", "2m",

@@ -39,7 +39,7 @@ def decode_request(body: bytes, kind: type[Message]) -> Message:
         names = _decode_names(body or b"{}")
     except msgspec.ValidationError as error:
         allowed = ", ".join(sorted(kind.__struct_fields__)) or "none"
-        raise BadRequestError(f"the body must be a JSON object ({error}); its fields: {allowed}") from None
+        raise BadRequestError(f"the body must be a JSON object ({error}); allowed fields: {allowed}") from None
     except _NOT_JSON as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
     _check_names(names, kind)

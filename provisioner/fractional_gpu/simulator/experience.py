@@ -16,7 +16,7 @@ _SHORTEST_MS = 10_000  # the least run time that counts in a cell's stretch
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A sorted list of times in ms (including zeros), or of stretches in thousandths."""
+    """A sorted list of times in ms (including zeros), or of stretches (how much longer cells took) in thousandths."""
 
     ordered: tuple[int, ...] = ()
 

@@ -234,7 +234,7 @@ class OomProtection:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning("cannot read which OOM score adjustments an earlier broker changed: %s", error)
+            log.warning("cannot tell which OOM score adjustments an earlier broker changed: %s", error)
             return
         for one in found:
             with suppress(OSError):
