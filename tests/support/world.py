@@ -119,7 +119,7 @@ class World:
     def start_broker(self, simulate: str = "", *, through: Sequence[str] = ()) -> None:
         """Start a broker as a provisioner would, and return when it serves; `simulate` changes the devices of this world.
 
-        `through`: a command that starts it, with fewer rights say.
+        `through`: a command that starts it, with fewer rights say. Raises CalledProcessError if it does not start.
         """
         if simulate:
             self.environment["JUPYTER_GPU_SIMULATE"] = simulate
@@ -141,7 +141,8 @@ class World:
                 os._exit(code)
             finally:
                 os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the broker does not start"
+        if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise subprocess.CalledProcessError(code, "start_detached")
 
     def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Run `jupyter gpu` in this world, within this process: its imports take longer than most commands."""
