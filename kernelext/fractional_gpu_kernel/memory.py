@@ -82,7 +82,7 @@ class ImportHooks:
 
 
 class Call(NamedTuple):
-    """A function whose calls are to be reported. Each module in `modules` has it as an attribute once `package` has been imported.
+    """A function whose calls should be reported. Each module in `modules` has it as an attribute once `package` has been imported.
 
     `function` may be `Class.method`. `applies` decides from a call's arguments whether to report it. If it is None, every call is reported.
     """
@@ -95,7 +95,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Run `report(call.sentence)` before each call that is to be reported, in the same thread. Functions that do not exist are skipped."""
+    """Run `report(call.sentence)` before each call to report, in the same thread. Functions that do not exist are skipped."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """A running cell and its thread. `marks` identify it and its outer cells to the gate. A cell that skips the GPU has none of its own."""
+    """A running cell and its thread. `marks` identify it and its outer cells to the gate. A cell that skips the GPU adds no marks."""
 
     marks: tuple[object, ...]
     thread_id: int

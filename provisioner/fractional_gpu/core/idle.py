@@ -2,7 +2,7 @@
 
 A pool either sets a fixed time (`idle_after_ms`) or lets the arbiter decide (`idle_auto`). The arbiter suspends a lease once holding its
 room has cost as much as restoring it will. This is the ski-rental problem: no matter when the next cell runs, the total cost is at most
-twice that of the better choice in hindsight.
+twice the cost of the better choice in hindsight.
 
 - The cost of restoring is the time the resume takes.
 - The cost of holding is the time other cells lose. The arbiter learns this cost (`HoldCosts`): it divides the time that tickets spent

@@ -365,7 +365,7 @@ class Seats:
         return SeatProgress(kind=ProgressKind.REFUSED, reason=reason, sentence=sentence)
 
     def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
-        """Create the seat and thereby reserve room for it, and start writing it to the ledger. End all earlier seats of the same server."""
+        """Create the seat, which reserves room for it, and start writing it to the ledger. End all earlier seats of the same server."""
         request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
         waiter.seat = seat = SeatRecord(
